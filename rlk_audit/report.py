@@ -1,0 +1,313 @@
+"""StepReport: the numbers of one step, computed from a state vector when they are first asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlk_audit.config import AuditConfig
+from rlk_audit.layout import ROW_HEADER, TOKEN_CLASSES, StateLayout
+from rlk_audit.metrics import Totals, rank_figures, step_metrics, step_notes, step_warnings
+from rlk_audit.version import __version__
+from rlk_audit.worst import worst_rows
+
+RANKS_SHOWN = 8
+"""Ranks kept in a report, the worst by mean abs(dlogp); ``rank_table`` gives all."""
+
+
+WORST_IDS = ("sample_index", "rollout_id", "token_position", "token_id", "rank", "microbatch")
+UNKNOWN = "unknown"
+"""Name of the label code -1."""
+
+
+class LayoutMismatchError(RuntimeError):
+    """Ranks of a group disagree on the configuration, or a vector was made by another one."""
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """One of the tokens with the largest abs(dlogp); unknown ids are -1.
+
+    Attributes:
+        abs_dlogp, dlogp, train_logp, rollout_logp: nats.
+        sample_index, rollout_id, token_id: as given by the caller.
+        token_position: position in the response, global.
+        labels: label name -> name of its code, or ``"unknown"``.
+        rank: global rank of the process that held the token.
+        microbatch: number of its micro-batch on that rank.
+    """
+
+    abs_dlogp: float
+    dlogp: float
+    train_logp: float
+    rollout_logp: float
+    sample_index: int
+    rollout_id: int
+    token_position: int
+    token_id: int
+    labels: Mapping[str, str]
+    rank: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank's share of the step; means and extremes are NaN where it compared nothing."""
+
+    rank: int
+    group_rank: int
+    compared_token_count: int
+    abs_dlogp_mean: float
+    abs_dlogp_max: float
+    dlogp_min: float
+    dlogp_max: float
+    update_failed: int
+
+
+@dataclass(frozen=True)
+class _Contents:
+    metrics: dict[str, float | int] = field(default_factory=dict)
+    classes: dict[str, int] = field(default_factory=dict)
+    warnings: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    worst_tokens: tuple[WorstToken, ...] = ()
+    rank_table: tuple[RankSummary, ...] = ()
+    group_size: int = 1
+
+
+class StepReport:
+    """One step's plain numbers; ``from_vector`` and ``from_dict`` make one.
+
+    Attributes:
+        step: the step's number, or None.
+        scope: ``group`` (all ranks) or ``rank`` (this one alone).
+        prefix: put before each metric's key by the sinks.
+        metadata: the configuration's free texts.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], _Contents],
+        *,
+        scope: str,
+        step: int | None = None,
+        prefix: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        if scope not in ("rank", "group"):
+            raise ValueError(f"scope must be 'rank' or 'group', got {scope!r}")
+        self._build = build
+        self.scope = scope
+        self.step = step
+        self.prefix = prefix
+        self.metadata = dict(metadata or {})
+
+    @classmethod
+    def from_vector(
+        cls, vector: Tensor, config: AuditConfig, group_size: int = 1, *, scope: str = "group", step: int | None = None
+    ) -> StepReport:
+        """Make a report of a summed state vector; the numbers are computed when one is first read.
+
+        Args:
+            vector: int64 [layout.length], the SUM of the vectors that the ranks packed.
+            config, group_size: those that every rank packed with.
+            scope: what the vector covers, ``group`` or ``rank``.
+            step: the step's number.
+
+        Raises:
+            ValueError: the vector has another length or dtype.
+            LayoutMismatchError: a rank packed with other settings, or not at all.
+        """
+        layout = StateLayout(config, group_size)
+        if vector.dtype != torch.int64 or vector.shape != (layout.length,):
+            raise ValueError(
+                f"expected an int64 vector of {layout.length} entries for {group_size} ranks, "
+                f"got {vector.dtype} of shape {tuple(vector.shape)}"
+            )
+        totals = Totals.of(vector.detach().cpu().numpy().copy(), layout)
+        _check_fingerprints(totals)
+        return cls(lambda: _contents(totals), scope=scope, step=step, prefix=config.prefix, metadata=config.metadata)
+
+    @cached_property
+    def _contents(self) -> _Contents:
+        return self._build()
+
+    @property
+    def metrics(self) -> dict[str, float | int]:
+        """Key (without prefix) -> plain float or int; NaN means there is nothing to say."""
+        return self._contents.metrics
+
+    @property
+    def classes(self) -> dict[str, int]:
+        """Token class -> number of active tokens; they add up to ``active_token_count``."""
+        return self._contents.classes
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """Warning code -> its count, only those that occurred."""
+        return self._contents.warnings
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks that are no warnings, such as ``self_comparison``."""
+        return self._contents.notes
+
+    @property
+    def worst_tokens(self) -> tuple[WorstToken, ...]:
+        """The tokens of largest abs(dlogp), worst first."""
+        return self._contents.worst_tokens
+
+    @property
+    def ranks(self) -> tuple[RankSummary, ...]:
+        """The RANKS_SHOWN ranks of largest mean abs(dlogp), worst first; ranks without tokens come last."""
+        table = self._contents.rank_table
+        return tuple(sorted(table, key=_drift_first))[:RANKS_SHOWN]
+
+    @property
+    def rank_table(self) -> tuple[RankSummary, ...]:
+        """Every rank, in group order; a report read back from JSON holds those of ``ranks`` alone."""
+        return self._contents.rank_table
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of the group."""
+        return self._contents.group_size
+
+    @property
+    def complete(self) -> bool:
+        """Whether no update failed on any rank."""
+        return "update_failed" not in self.warnings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values: NaN and infinities are None."""
+        values = {
+            "version": __version__,
+            "step": self.step,
+            "scope": self.scope,
+            "group_size": self.group_size,
+            "complete": self.complete,
+            "prefix": self.prefix,
+            "metadata": self.metadata,
+            "metrics": self.metrics,
+            "classes": self.classes,
+            "warnings": self.warnings,
+            "notes": list(self.notes),
+            "worst_tokens": [asdict(token) for token in self.worst_tokens],
+            "ranks": [asdict(rank) for rank in self.ranks],
+        }
+        return {name: _plain(value) for name, value in values.items()}
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as one line of strict JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepReport:
+        """Make a report of ``to_dict``'s values; ``None`` among the numbers becomes NaN.
+
+        Raises:
+            ValueError: a part is missing or of another shape.
+        """
+        try:
+            contents = _Contents(
+                {str(name): _number(value) for name, value in values["metrics"].items()},
+                {str(name): int(value) for name, value in values["classes"].items()},
+                {str(name): int(value) for name, value in values["warnings"].items()},
+                tuple(map(str, values["notes"])),
+                tuple(_record(WorstToken, token) for token in values["worst_tokens"]),
+                tuple(sorted((_record(RankSummary, r) for r in values["ranks"]), key=lambda r: r.group_rank)),
+                int(values["group_size"]),
+            )
+            return cls(
+                lambda: contents,
+                scope=values["scope"],
+                step=values["step"],
+                prefix=values["prefix"],
+                metadata=values["metadata"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a step report: {type(error).__name__} {error}") from error
+
+
+def _check_fingerprints(totals: Totals) -> None:
+    expected = totals.layout.fingerprint
+    found = totals.column("fingerprint").tolist()
+    other = [rank for rank, fingerprint in enumerate(found) if fingerprint != expected]
+    if other:
+        raise LayoutMismatchError(
+            f"group ranks {', '.join(map(str, other[:RANKS_SHOWN]))} did not pack with this configuration "
+            f"(fingerprint {expected:#x}, got {found[other[0]]:#x}); every rank needs the same AuditConfig and version"
+        )
+
+
+def _contents(totals: Totals) -> _Contents:
+    worst = _worst_tokens(totals)
+    warnings = step_warnings(totals)
+    return _Contents(
+        step_metrics(totals) | _worst_metrics(worst),
+        {name: totals.counters[name] for name in TOKEN_CLASSES},
+        {code: count for code, count in warnings.items() if count},
+        step_notes(totals),
+        worst,
+        tuple(RankSummary(**figures) for figures in rank_figures(totals)),
+        totals.layout.group_size,
+    )
+
+
+def _worst_tokens(totals: Totals) -> tuple[WorstToken, ...]:
+    layout = totals.layout
+    names = (*layout.worst_fields, "rank")
+    rows = totals.rows[:, len(ROW_HEADER) :].reshape(-1, len(layout.worst_fields))
+    ranks = np.repeat(totals.column("rank"), layout.worst_k)
+    one_per_sample = layout.config.worst_per_sample == 1
+    chosen = worst_rows(torch.from_numpy(np.column_stack([rows, ranks])), layout.worst_k, one_per_sample)
+    return tuple(_worst_token(dict(zip(names, row, strict=True)), layout) for row in chosen.tolist() if row[0])
+
+
+def _worst_token(row: dict[str, int], layout: StateLayout) -> WorstToken:
+    train_logp, rollout_logp = np.array([row["train_logp"], row["rollout_logp"]]).view(np.float64).tolist()
+    labels = {}
+    for name, codes in layout.config.breakdowns.items():
+        labels[name] = codes[row[name]] if row[name] >= 0 else UNKNOWN
+    dlogp = train_logp - rollout_logp
+    ids = {name: row[name] for name in WORST_IDS}
+    return WorstToken(abs(dlogp), dlogp, train_logp, rollout_logp, labels=labels, **ids)
+
+
+def _worst_metrics(worst: tuple[WorstToken, ...]) -> dict[str, float | int]:
+    values = ("abs_dlogp", "dlogp", "train_logp", "rollout_logp", *WORST_IDS)
+    return {f"worst_{name}": getattr(worst[0], name) if worst else math.nan for name in values}
+
+
+def _drift_first(rank: RankSummary) -> tuple[float, int]:
+    return (-rank.abs_dlogp_mean if rank.compared_token_count else math.inf, rank.rank)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _number(value: Any) -> float | int:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"expected a number or null, got {value!r}")
+    return value
+
+
+def _record(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    return kind(**{name: math.nan if value is None else value for name, value in values.items()})

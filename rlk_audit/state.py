@@ -1,0 +1,103 @@
+"""What a rank keeps of a step, and its row of the state vector.
+
+Everything is an integer that adds up or an extreme, so the state depends on the set of tokens alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from rlk_audit import exact_sum
+from rlk_audit.layout import COUNTER_INDEX, EXTREMES, ROW_HEADER, StateLayout
+from rlk_audit.worst import worst_rows
+
+_INT64 = torch.iinfo(torch.int64)
+_IS_MIN = [name.endswith("_min") for name in EXTREMES]
+
+
+@dataclass
+class State:
+    """All that is kept of a step on one rank.
+
+    Attributes:
+        additive: int64 [layout.additive_length], the fields that add up.
+        extremes: float64 [len(EXTREMES)], minima at +inf and maxima at -inf while nothing was compared.
+        worst: int64 [config.worst_k, len(layout.worst_fields)], worst first; rows with ``valid`` 0 are empty.
+        flags: int64 scalar, FLAGS.
+        updates: int64 [2], fewest and most optimizer updates since the rollout; int64's max and min while unknown.
+    """
+
+    additive: Tensor
+    extremes: Tensor
+    worst: Tensor
+    flags: Tensor
+    updates: Tensor
+
+    @classmethod
+    def empty(cls, layout: StateLayout, device: torch.device) -> State:
+        """Return the state of no token."""
+        return cls(
+            torch.zeros(layout.additive_length, dtype=torch.int64, device=device),
+            torch.tensor([math.inf if is_min else -math.inf for is_min in _IS_MIN], dtype=torch.float64, device=device),
+            torch.zeros(layout.config.worst_k, len(layout.worst_fields), dtype=torch.int64, device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+            torch.tensor([_INT64.max, _INT64.min], device=device),
+        )
+
+    def copy_from(self, other: State) -> None:
+        """Take another state's values, in place."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(theirs)
+
+    def merged(self, other: State, worst_per_sample: bool) -> State:
+        """Return the state of both; neither changes."""
+        is_min = torch.tensor(_IS_MIN, device=self.extremes.device)
+        lower, upper = torch.minimum(self.extremes, other.extremes), torch.maximum(self.extremes, other.extremes)
+        return State(
+            self.additive + other.additive,
+            torch.where(is_min, lower, upper),
+            worst_rows(torch.cat([self.worst, other.worst]), len(self.worst), worst_per_sample),
+            self.flags | other.flags,
+            torch.stack(
+                [torch.minimum(self.updates[0], other.updates[0]), torch.maximum(self.updates[1], other.updates[1])]
+            ),
+        )
+
+    def to(self, device: torch.device) -> State:
+        """Return the state on a device."""
+        return State(*(tensor.to(device) for tensor in self.tensors()))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors in the order of the attributes."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    def pack(self, layout: StateLayout, group_rank: int, rank: int) -> Tensor:
+        """Return the vector [layout.length] of this rank: the additive fields and its own row, zeros elsewhere."""
+        vector = torch.zeros(layout.length, dtype=torch.int64, device=self.additive.device)
+        vector[: layout.additive_length] = self.additive
+        vector[layout.row_slice(group_rank)] = self._row(layout, rank)
+        return vector
+
+    def _row(self, layout: StateLayout, rank: int) -> Tensor:
+        counters = self.additive[layout.fields["counters"].slice]
+        dlogp_slots = self.additive[layout.fields["sum_dlogp"].slice]
+        header: dict[str, int | Tensor] = {
+            "fingerprint": layout.fingerprint,
+            "flags": self.flags,
+            "rank": rank,
+            "compared": counters[COUNTER_INDEX["compared"]],
+            "update_failed": counters[COUNTER_INDEX["update_failed"]],
+            "abs_dlogp_sum": exact_sum.magnitude_sum_float64(dlogp_slots).view(torch.int64),
+            "updates_since_rollout_min": self.updates[0],
+            "updates_since_rollout_max": self.updates[1],
+        }
+        header |= dict(zip(EXTREMES, self.extremes.view(torch.int64), strict=True))
+        row = torch.zeros(layout.row_length, dtype=torch.int64, device=self.additive.device)
+        for index, name in enumerate(ROW_HEADER):
+            row[index] = header[name]
+        row[len(ROW_HEADER) :] = self.worst[: layout.worst_k].reshape(-1)
+        return row

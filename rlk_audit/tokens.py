@@ -1,0 +1,436 @@
+"""Where a token is: padded, ragged, packed and context-parallel layouts, all turned into one TokenBatch.
+
+A token's position counts from the first token of its response and is global: a context-parallel shard reports the
+position in the whole sequence. No constructor reads a device value on the host, except ``from_lists``, whose data is
+there already. Faults of the data never raise here (one rank would leave the others waiting): they are kept in the
+batch, and ``Collector.update`` counts and logs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlk_audit.places import Shard, locate, per_sample
+
+NDArray = np.ndarray[Any, Any]
+Values = Tensor | NDArray | Sequence[Any]
+PerToken = Values | int | None
+
+_INDEX_SCORES = ("token", "next_token")
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Log-probabilities of sampled tokens with what is known of each; build it with a ``from_*`` constructor.
+
+    Attributes:
+        train_log_probs: float tensor of any shape, natural logarithms.
+        rollout_log_probs: same shape, or None where the engine gave none at all.
+        mask: same shape, nonzero = active.
+        valid: same shape, nonzero = a position of a response; None = not known, then no total is reported.
+        rollout_missing: same shape, nonzero = the engine gave no value here.
+        sample_index, sample_slot, rollout_id, token_position, token_ids, rollout_token_ids, updates_since_rollout:
+            integers of the same shape or broadcastable to it.
+        labels: label name -> integer codes of the same shape or broadcastable to it; -1 is unknown.
+        refused_samples, refused_active, refused_total: samples refused for arrays of unequal length, and their tokens.
+        refusal: one sentence on the first refused sample.
+        fault: one sentence, when the batch as a whole cannot be used.
+    """
+
+    train_log_probs: Values
+    rollout_log_probs: Values | None = None
+    mask: Values | None = None
+    valid: Values | None = None
+    rollout_missing: Values | None = None
+    sample_index: PerToken = None
+    sample_slot: PerToken = None
+    rollout_id: PerToken = None
+    token_position: PerToken = None
+    token_ids: PerToken = None
+    rollout_token_ids: PerToken = None
+    updates_since_rollout: PerToken = None
+    labels: Mapping[str, PerToken] = field(default_factory=dict)
+    refused_samples: int = 0
+    refused_active: int | Tensor = 0
+    refused_total: int = 0
+    refusal: str | None = None
+    fault: str | None = None
+
+    @classmethod
+    def from_lists(
+        cls,
+        train_log_probs: Sequence[Values],
+        rollout_log_probs: Sequence[Values | None] | None,
+        mask: Sequence[Values] | None = None,
+        *,
+        sample_index: Sequence[int] | None = None,
+        sample_slot: Sequence[int] | None = None,
+        rollout_id: Sequence[int] | None = None,
+        token_ids: Sequence[Values] | None = None,
+        rollout_token_ids: Sequence[Values] | None = None,
+        updates_since_rollout: Sequence[int] | int | None = None,
+        labels: Mapping[str, Sequence[int]] | None = None,
+    ) -> TokenBatch:
+        """Build from one list (or 1-D tensor) of response tokens a sample; entry i scores response token i.
+
+        ``None`` in a rollout list is a missing value, ``None`` for a whole list a sample without values. Without
+        ``mask`` every token is active. Per-sample sequences have one entry a sample. A sample whose lists differ in
+        length is refused whole, the others count.
+        """
+        count = len(train_log_probs)
+        columns: dict[str, Sequence[Any] | None] = {
+            "rollout_log_probs": rollout_log_probs,
+            "mask": mask,
+            "token_ids": token_ids,
+            "rollout_token_ids": rollout_token_ids,
+        }
+        per_sample: dict[str, Sequence[int] | None] = {
+            "sample_index": sample_index,
+            "sample_slot": sample_slot,
+            "rollout_id": rollout_id,
+            "updates_since_rollout": [updates_since_rollout] * count
+            if isinstance(updates_since_rollout, int)
+            else updates_since_rollout,
+        }
+        labels = dict(labels or {})
+        for name, values in {**columns, **per_sample, **labels}.items():
+            if values is not None and len(values) != count:
+                return cls((), fault=f"{name} must have one entry a sample, expected {count}, got {len(values)}")
+        return _join_samples(train_log_probs, columns, per_sample, labels)
+
+    @classmethod
+    def from_padded(
+        cls,
+        train_log_probs: Values,
+        rollout_log_probs: Values | None,
+        mask: Values,
+        *,
+        response_start: PerToken = None,
+        index_scores: str = "token",
+        **fields: Any,
+    ) -> TokenBatch:
+        """Build from padded arrays [batch, length]; padding may stand on either side.
+
+        Args:
+            response_start: [batch], the column of each row's first response token; without it positions are unknown.
+            index_scores: ``"token"`` if column i holds the log-probability of token i, ``"next_token"`` if of token
+                i + 1 (Megatron's labels).
+            fields: other fields of TokenBatch; per-sample ones may have the shape [batch].
+        """
+        _check_index_scores(index_scores)
+        train = torch.as_tensor(train_log_probs)
+        if train.dim() != 2:
+            return cls((), fault=f"padded arrays must be [batch, length], got the shape {tuple(train.shape)}")
+        position = torch.arange(train.shape[1], device=train.device).expand(train.shape)
+        places = _Places(position, len(train))
+        return places.batch(train, rollout_log_probs, mask, response_start, index_scores, fields)
+
+    @classmethod
+    def from_packed(
+        cls,
+        train_log_probs: Values,
+        rollout_log_probs: Values | None,
+        mask: Values,
+        *,
+        cu_seqlens: Values,
+        response_start: PerToken = None,
+        index_scores: str = "token",
+        **fields: Any,
+    ) -> TokenBatch:
+        """Build from sequences packed one behind another in arrays [total].
+
+        Args:
+            cu_seqlens: [samples + 1], where each sequence starts, and the end; entries behind the end are padding.
+            response_start: [samples], place of the first response token in its sequence; 0 if not given.
+            index_scores: as in ``from_padded``.
+            fields: other fields of TokenBatch; per-sample ones may have the shape [samples].
+
+        A pack whose arrays differ in length is refused whole.
+        """
+        _check_index_scores(index_scores)
+        train = torch.as_tensor(train_log_probs)
+        bounds = torch.as_tensor(cu_seqlens, device=train.device).long()
+        samples = len(bounds) - 1
+        refused = _refuse_unequal_pack(train, rollout_log_probs, mask, samples, fields.get("sample_index"))
+        if refused is not None:
+            return refused
+        sample, position = locate(torch.arange(train.numel(), device=train.device), bounds)
+        last = per_sample(bounds.diff(), sample, 0) - (index_scores == "next_token")
+        places = _Places(position, samples, sample, position < last)
+        return places.batch(train, rollout_log_probs, mask, _or_zero(response_start), index_scores, fields)
+
+    @classmethod
+    def from_cp_shard(
+        cls,
+        train_log_probs: Values,
+        rollout_log_probs: Values | None,
+        mask: Values,
+        *,
+        cp_rank: int,
+        cp_size: int,
+        seq_length: int | None = None,
+        layout: str = "zigzag",
+        cu_seqlens_padded: Values | None = None,
+        cu_seqlens: Values | None = None,
+        response_start: PerToken = None,
+        index_scores: str = "token",
+        **fields: Any,
+    ) -> TokenBatch:
+        """Build from one context-parallel rank's shard.
+
+        Padded: arrays [batch, seq_length / cp_size]. Packed (``cu_seqlens_padded`` given): arrays
+        [total_padded / cp_size], every padded sequence cut over the ranks by itself.
+
+        Args:
+            cp_rank, cp_size: this rank's place in the context-parallel group.
+            layout: ``"zigzag"``: the sequence is 2 * cp_size chunks and rank r owns chunks r and 2 * cp_size - 1 - r,
+                as in Megatron and TransformerEngine; ``"contiguous"``: rank r owns the r-th of cp_size pieces.
+            seq_length: length of the whole padded sequence; needed for padded arrays.
+            cu_seqlens_padded: [samples + 1], global starts of the padded sequences, the same on every rank.
+            cu_seqlens: [samples + 1], global starts without the padding; tells padding from tokens.
+            response_start: per sample, place of the first response token in the whole sequence.
+            index_scores: as in ``from_padded``; Megatron's labels make it ``"next_token"``.
+            fields: other fields of TokenBatch; per-sample ones may have the shape [batch] or [samples].
+        """
+        _check_index_scores(index_scores)
+        if not 0 <= cp_rank < cp_size or layout not in ("zigzag", "contiguous"):
+            raise ValueError(
+                "expected 0 <= cp_rank < cp_size and layout 'zigzag' or 'contiguous', "
+                f"got cp_rank={cp_rank}, cp_size={cp_size}, layout={layout!r}"
+            )
+        train = torch.as_tensor(train_log_probs)
+        pieces = 2 * cp_size if layout == "zigzag" else cp_size
+        place = Shard(cp_rank, cp_size, layout)
+        if cu_seqlens_padded is None:
+            if seq_length is None:
+                raise ValueError("from_cp_shard needs seq_length (padded arrays) or cu_seqlens_padded (packed ones)")
+            if train.dim() != 2 or seq_length % pieces or train.shape[1] != seq_length // cp_size:
+                return cls((), fault=_shard_fault(train, seq_length, cp_size, pieces))
+            position = place.global_position(torch.arange(train.shape[1], device=train.device), train.shape[1])
+            places = _Places(position.expand(train.shape), len(train))
+            return places.batch(train, rollout_log_probs, mask, response_start, index_scores, fields)
+        bounds = torch.as_tensor(cu_seqlens_padded, device=train.device).long()
+        local_bounds = torch.div(bounds, cp_size, rounding_mode="floor")
+        sample, within = locate(torch.arange(train.numel(), device=train.device), local_bounds)
+        samples = len(bounds) - 1
+        position = place.global_position(within, per_sample(local_bounds.diff(), sample, 0))
+        true_bounds = bounds if cu_seqlens is None else torch.as_tensor(cu_seqlens, device=train.device).long()
+        last = per_sample(true_bounds.diff(), sample, 0) - (index_scores == "next_token")
+        places = _Places(position, samples, sample, (sample < samples) & (position < last))
+        return places.batch(train, rollout_log_probs, mask, _or_zero(response_start), index_scores, fields)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the entries of an array stand.
+
+    Attributes:
+        position: place of each entry in its own sequence.
+        samples: how many sequences there are.
+        sample: which sequence each packed entry belongs to (``samples`` behind the last); None for rows.
+        real: where a packed entry scores a token, not padding; None for rows.
+    """
+
+    position: Tensor
+    samples: int
+    sample: Tensor | None = None
+    real: Tensor | None = None
+
+    def spread(self, value: Any) -> Any:
+        """Give every token its sequence's value; what is not one value a sequence stays as it is."""
+        if value is None or isinstance(value, int):
+            return value
+        value = torch.as_tensor(value, device=self.position.device)
+        if value.dim() != 1 or len(value) != self.samples:
+            return value
+        return value[:, None] if self.sample is None else per_sample(value, self.sample, -1)
+
+    def batch(
+        self,
+        train: Tensor,
+        rollout: Values | None,
+        mask: Values,
+        response_start: PerToken,
+        index_scores: str,
+        fields: dict[str, Any],
+    ) -> TokenBatch:
+        """Return the batch of these tokens, with their positions in the response where its start is known."""
+        labels = {name: self.spread(codes) for name, codes in fields.pop("labels", {}).items()}
+        spread = {name: self.spread(value) for name, value in fields.items()}
+        real = self.real
+        if response_start is not None:
+            position = self.position + (index_scores == "next_token") - self.spread(response_start)
+            spread.setdefault("token_position", position)
+            real = None if real is None else real & (position >= 0)
+        if real is not None:
+            spread.setdefault("valid", real)
+        return TokenBatch(train, rollout, mask, labels=labels, **spread)
+
+
+def _or_zero(response_start: PerToken) -> PerToken:
+    return 0 if response_start is None else response_start
+
+
+def _check_index_scores(index_scores: str) -> None:
+    if index_scores not in _INDEX_SCORES:
+        raise ValueError(f"index_scores must be 'token' or 'next_token', got {index_scores!r}")
+
+
+def _shard_fault(train: Tensor, seq_length: int, cp_size: int, pieces: int) -> str:
+    return (
+        f"a shard of seq_length {seq_length} over {cp_size} context-parallel ranks must have the shape "
+        f"[batch, {seq_length // cp_size}] with seq_length a multiple of {pieces}, got {tuple(train.shape)}"
+    )
+
+
+def _refuse_unequal_pack(
+    train: Tensor, rollout: Values | None, mask: Values, samples: int, sample_index: PerToken
+) -> TokenBatch | None:
+    """Return a batch that refuses the whole pack when its arrays differ in length, else None.
+
+    With one length too many or too few it is not known which sample is at fault, so none can be trusted.
+    """
+    lengths = {"train_log_probs": train.numel(), "mask": _count(mask)}
+    if rollout is not None:
+        lengths["rollout_log_probs"] = _count(rollout)
+    if len(set(lengths.values())) == 1:
+        return None
+    told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+    named = "" if sample_index is None else f" (sample_index {_shown(sample_index)})"
+    active = torch.as_tensor(mask)
+    return TokenBatch(
+        train.new_zeros(0),
+        None,
+        active.new_zeros(0),
+        refused_samples=samples,
+        refused_active=(active != 0).sum(),
+        refused_total=_count(mask),
+        refusal=f"a pack of {samples} samples{named} is refused: its arrays must have one length, got {told}; "
+        "score every array with the same shift and pad it alike",
+    )
+
+
+def _count(values: Values) -> int:
+    return values.numel() if isinstance(values, Tensor) else int(np.size(np.asarray(values, dtype=object)))
+
+
+def _shown(sample_index: PerToken) -> str:
+    """Show ids without reading a device tensor on the host."""
+    if isinstance(sample_index, Tensor) and sample_index.device.type != "cpu":
+        return "on the device"
+    values = torch.as_tensor(sample_index).reshape(-1).tolist()
+    return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")
+
+
+# --- ragged lists ---------------------------------------------------------------------------------------------------
+
+
+def to_float_and_missing(values: Values) -> tuple[Tensor, Tensor | None]:
+    """Return (float tensor, where a value was ``None``) of an array or a list; the second is None where none was.
+
+    Raises:
+        ValueError: the list is ragged or holds something other than numbers and None.
+    """
+    if isinstance(values, Tensor):
+        return values, None
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        return torch.as_tensor(values), None
+    try:
+        array = np.asarray(values, dtype=object if isinstance(values, np.ndarray) else None)
+        if array.dtype != object:
+            return torch.as_tensor(array), None
+        missing = array == np.array(None)
+        numbers = np.where(missing, 0.0, array).astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"log-probabilities must be numbers or None in equal rows ({error})") from error
+    return torch.from_numpy(numbers), torch.from_numpy(missing.astype(bool)) if missing.any() else None
+
+
+def _join_samples(
+    train: Sequence[Values],
+    columns: Mapping[str, Sequence[Any] | None],
+    per_sample: Mapping[str, Sequence[int] | None],
+    labels: Mapping[str, Sequence[int]],
+) -> TokenBatch:
+    """Join ragged samples end to end, leaving out those whose arrays differ in length."""
+    given = {name: column for name, column in columns.items() if column is not None}
+    kept: list[int] = []
+    refused_active = refused_total = 0
+    refusal = None
+    for i, values in enumerate(train):
+        lengths = {"train_log_probs": len(values)}
+        lengths |= {name: len(column[i]) for name, column in given.items() if column[i] is not None}
+        if len(set(lengths.values())) == 1:
+            kept.append(i)
+            continue
+        refused_active += _active_count(given["mask"][i]) if "mask" in given else len(values)
+        refused_total += lengths.get("mask", len(values))
+        refusal = refusal or _refusal(i, lengths, per_sample.get("sample_index"))
+    rollout, missing = _join_rollout(train, given.get("rollout_log_probs"), kept)
+    lengths_kept = torch.tensor([len(train[i]) for i in kept], dtype=torch.int64)
+    total = int(lengths_kept.sum())
+
+    def spread(values: Sequence[int]) -> Tensor:
+        return torch.tensor([int(values[i]) for i in kept], dtype=torch.int64).repeat_interleave(lengths_kept)
+
+    ids: dict[str, Any] = {name: spread(values) for name, values in per_sample.items() if values is not None}
+    for name in _TOKEN_COLUMNS:
+        if name in given:
+            ids[name] = _join([torch.as_tensor(given[name][i]) for i in kept])
+    return TokenBatch(
+        _join([to_float_and_missing(train[i])[0] for i in kept]),
+        rollout,
+        _join([torch.as_tensor(given["mask"][i]) != 0 for i in kept]) if "mask" in given else torch.ones(total),
+        valid=torch.ones(total, dtype=torch.bool),
+        rollout_missing=missing,
+        token_position=_join([torch.arange(len(train[i])) for i in kept]),
+        labels={name: spread(codes) for name, codes in labels.items()},
+        **ids,
+        refused_samples=len(train) - len(kept),
+        refused_active=refused_active,
+        refused_total=refused_total,
+        refusal=refusal,
+    )
+
+
+_TOKEN_COLUMNS = ("token_ids", "rollout_token_ids")
+
+
+def _join_rollout(
+    train: Sequence[Values], rollout: Sequence[Any] | None, kept: list[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    if rollout is None:
+        return None, None
+    values, missing = [], []
+    for i in kept:
+        length = len(train[i])
+        if rollout[i] is None:
+            sample, absent = torch.zeros(length), torch.ones(length, dtype=torch.bool)
+        else:
+            sample, none_here = to_float_and_missing(rollout[i])
+            absent = torch.zeros(length, dtype=torch.bool) if none_here is None else none_here
+        values.append(sample)
+        missing.append(absent)
+    return _join(values), _join(missing)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    """Join 1-D tensors; the widest dtype wins, an empty Python list (float32) never widens the others."""
+    filled = [part for part in parts if part.numel()]
+    return torch.cat(filled) if filled else torch.zeros(0)
+
+
+def _active_count(mask: Values) -> int:
+    return int((torch.as_tensor(mask) != 0).sum())
+
+
+def _refusal(place: int, lengths: Mapping[str, int], sample_index: Sequence[int] | None) -> str:
+    told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+    named = f"sample {place} of the batch" if sample_index is None else f"sample_index {sample_index[place]}"
+    return f"{named} is refused: its arrays must have one length, got {told}; keep the tokens that were sampled"
