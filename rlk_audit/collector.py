@@ -175,7 +175,7 @@ class Collector:
         """Return what one batch adds to the state."""
         if batch.fault is not None:
             raise ValueError(batch.fault)
-        state = State.empty(self.layout, self.device)
+        state = self._empty.clone()
         shape, tokens = self._flatten(batch)
         abs_dlogp, compared = measure(tokens, self.layout, state)
         self._count_batch(state, batch, shape, tokens)
@@ -277,31 +277,42 @@ class Collector:
         microbatch: int | None,
     ) -> None:
         """Put the batch's worst tokens into its state."""
-        on_cpu = self.device.type == "cpu"
-        if on_cpu and abs_dlogp.amax() < abs_dlogp_of_rows(self._state.worst)[-1].clamp(min=0.0):
-            return  # a host read, free on a CPU: none of these can be among the step's worst
-        sample = self._integers("sample_index", batch.sample_index, shape)
-        position = self._integers("token_position", batch.token_position, shape)
-        chosen, exists = select_worst(
-            abs_dlogp, sample.reshape(-1), position.reshape(-1), self.config.worst_k, self._one_per_sample
-        )
-        at = torch.unravel_index(chosen, shape) if shape else ()
+        places = self._candidates(abs_dlogp)
+        if not places.numel():
+            return
 
-        def picked(ids: Tensor) -> Tensor:
-            return ids[at] if shape else ids.expand(chosen.shape)
+        def picked(name: str, ids: PerToken) -> Tensor:
+            """Read ids at ``places``; expanded ids are never made full."""
+            values = self._integers(name, ids, shape)
+            return values[torch.unravel_index(places, shape)] if shape else values.expand(places.shape)
 
+        sample, position = picked("sample_index", batch.sample_index), picked("token_position", batch.token_position)
+        chosen, exists = select_worst(abs_dlogp[places], sample, position, self.config.worst_k, self._one_per_sample)
+        places = places[chosen]
         columns = {
             "valid": exists.long(),
-            "train_logp": tokens.train[chosen].double().view(torch.int64),
-            "rollout_logp": tokens.rollout[chosen].double().view(torch.int64),
-            "sample_index": picked(sample),
-            "rollout_id": picked(self._integers("rollout_id", batch.rollout_id, shape)),
-            "token_position": picked(position),
-            "token_id": picked(self._integers("token_ids", batch.token_ids, shape)),
+            "train_logp": tokens.train[places].double().view(torch.int64),
+            "rollout_logp": tokens.rollout[places].double().view(torch.int64),
+            "sample_index": sample[chosen],
+            "rollout_id": picked("rollout_id", batch.rollout_id),
+            "token_position": position[chosen],
+            "token_id": picked("token_ids", batch.token_ids),
             "microbatch": torch.full_like(chosen, -1 if microbatch is None else microbatch),
         }
         for name, codes in self.config.breakdowns.items():
-            code = picked(self._integers(f"label {name}", batch.labels.get(name), shape))
+            code = picked(f"label {name}", batch.labels.get(name))
             columns[name] = torch.where((code >= 0) & (code < len(codes)), code, -1)
         rows = torch.stack([columns[name] for name in self.layout.worst_fields], dim=1)
         state.worst.copy_(torch.where(exists[:, None], rows, 0))
+
+    def _candidates(self, abs_dlogp: Tensor) -> Tensor:
+        """Return the places of tokens that may be among the step's worst.
+
+        On a CPU, where reading a value costs nothing, they are few; elsewhere it would be a host sync, so all of them.
+        """
+        if self.device.type != "cpu":
+            return torch.arange(len(abs_dlogp), device=self.device)
+        floor = abs_dlogp_of_rows(self._state.worst)[-1].clamp(min=0.0)
+        if self.config.worst_per_sample is None:
+            floor = torch.maximum(floor, abs_dlogp.topk(min(self.config.worst_k, len(abs_dlogp))).values[-1])
+        return (abs_dlogp >= floor).nonzero()[:, 0]

@@ -29,11 +29,8 @@ TOKEN_CLASSES = (
 )
 """The classes of active tokens, in the order in which they are tested."""
 
-COUNTERS = (
-    "inactive",
-    *TOKEN_CLASSES,
+TOKEN_COUNTS = (
     "token_mismatch",
-    "length_mismatch",
     "zero_fill_suspect",
     "identical",
     "clipped_low",
@@ -43,6 +40,14 @@ COUNTERS = (
     "overflow_square",
     "overflow_k3",
     "overflow_mult",
+)
+"""What is counted of the tokens beside their classes."""
+
+COUNTERS = (
+    "inactive",
+    *TOKEN_CLASSES,
+    *TOKEN_COUNTS,
+    "length_mismatch",
     "total",
     "total_unknown",
     "updates",
@@ -67,7 +72,9 @@ SUMS = {
 }
 """Exact sums over compared tokens and their lengths (see exact_sum); ``mult`` is exp(abs d), ``prob`` is exp T or R."""
 
-EXTREMES = ("dlogp_min", "dlogp_max", "abs_dlogp_min", "abs_dlogp_max", "prob_diff_max")
+MINIMA = ("dlogp_min", "abs_dlogp_min")
+MAXIMA = ("dlogp_max", "abs_dlogp_max", "prob_diff_max")
+EXTREMES = MINIMA + MAXIMA
 """Kept as float64 bits; they mean something only where tokens were compared."""
 
 FLAGS = {"missing_metadata": 1, "missing_rollout_log_probs": 2, "updates_known": 4}
@@ -191,4 +198,3 @@ def stable_hash(text: str) -> int:
 
 
 COUNTER_INDEX = {name: index for index, name in enumerate(COUNTERS)}
-EXTREME_INDEX = {name: index for index, name in enumerate(EXTREMES)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlk_audit import exact_sum
 from rlk_audit.config import AuditConfig
-from rlk_audit.layout import COUNTER_INDEX, EXTREMES, TOKEN_CLASSES, StateLayout
+from rlk_audit.layout import COUNTER_INDEX, MINIMA, TOKEN_CLASSES, TOKEN_COUNTS, StateLayout
 from rlk_audit.sketch import bin_index
 from rlk_audit.state import State
 from rlk_audit.worst import NO_TOKEN
@@ -68,23 +68,27 @@ def measure(tokens: FlatTokens, layout: StateLayout, state: State) -> tuple[Tens
 
 
 def _measure_chunk(tokens: FlatTokens, layout: StateLayout, state: State) -> tuple[Tensor, Tensor]:
-    train, rollout = tokens.train.double(), tokens.rollout.double()
+    config = layout.config
+    train, rollout = tokens.train.to(torch.float64, copy=True), tokens.rollout.to(torch.float64, copy=True)
     counters = state.additive[layout.fields["counters"].slice]
-    classes = classify(tokens, train, rollout, layout.config)
+    classes = classify(tokens, train, rollout, config)
     counters.scatter_add_(0, classes, torch.ones_like(classes))
     compared = classes == COUNTER_INDEX["compared"]
+    excluded = ~compared
     # From here on a token that is not compared has T = R = 0 and adds nothing anywhere.
-    train, rollout = torch.where(compared, train, 0.0), torch.where(compared, rollout, 0.0)
+    train.masked_fill_(excluded, 0.0)
+    rollout.masked_fill_(excluded, 0.0)
     dlogp = train - rollout
     magnitude = dlogp.abs()
-    counts = _threshold_counts(tokens, compared, train, rollout, dlogp, magnitude, layout.config)
-    prob_diff = _add_sums(layout, state, compared, train, rollout, dlogp, counts)
-    for name, count in counts.items():
-        counters[COUNTER_INDEX[name]] += count
+    counts = _threshold_counts(tokens, compared, train, rollout, dlogp, magnitude, config)
+    prob_diff = _add_sums(layout, state, excluded, train, rollout, dlogp, counts)
+    first = COUNTER_INDEX[TOKEN_COUNTS[0]]
+    counters[first : first + len(TOKEN_COUNTS)] += torch.stack([counts[name] for name in TOKEN_COUNTS])
     sketch = state.additive[layout.fields["sketch"].slice]
-    sketch.scatter_add_(0, bin_index(dlogp.float(), layout.config.grouping_power), compared.long())
-    _widen_extremes(state, compared, dlogp, magnitude, prob_diff)
-    return torch.where(compared, magnitude, NO_TOKEN), compared
+    sketch.scatter_add_(0, bin_index(dlogp.float(), config.grouping_power), compared.long())
+    if train.numel():
+        _widen_extremes(state, excluded, dlogp, magnitude, prob_diff)
+    return magnitude.masked_fill_(excluded, NO_TOKEN), compared
 
 
 def classify(tokens: FlatTokens, train: Tensor, rollout: Tensor, config: AuditConfig) -> Tensor:
@@ -118,22 +122,21 @@ def _threshold_counts(
     magnitude: Tensor,
     config: AuditConfig,
 ) -> dict[str, Tensor]:
-    counts = {
+    mismatch = tokens.active & tokens.mismatch if tokens.mismatch is not None else torch.zeros_like(compared)
+    return {
+        "token_mismatch": mismatch.sum(),
         "identical": (compared & (dlogp == 0)).sum(),
         "clipped_low": (dlogp < math.log1p(-config.eps_low)).sum(),
         "clipped_high": (dlogp > math.log1p(config.eps_high)).sum(),
         "tail_ln2": (magnitude > LN2).sum(),
         "zero_fill_suspect": ((rollout == 0) & (train < ZERO_FILL_TRAIN_LOGP)).sum(),
     }
-    if tokens.mismatch is not None:
-        counts["token_mismatch"] = (tokens.active & tokens.mismatch).sum()
-    return counts
 
 
 def _add_sums(
     layout: StateLayout,
     state: State,
-    compared: Tensor,
+    excluded: Tensor,
     train: Tensor,
     rollout: Tensor,
     dlogp: Tensor,
@@ -148,11 +151,11 @@ def _add_sums(
         return state.additive[layout.fields[f"sum_{name}"].slice]
 
     def finite(values: Tensor, overflow: str) -> Tensor:
-        """Round to float32; what overflows is counted, and 0 there and where nothing was compared."""
-        rounded = values.float()
-        fits = rounded < math.inf
-        counts[overflow] = (compared & ~fits).sum()
-        return torch.where(compared & fits, rounded, 0.0)
+        """Round to float32; what overflows is counted, and 0 like what is not compared."""
+        rounded = values.float().masked_fill_(excluded, 0.0)
+        overflows = rounded == math.inf
+        counts[overflow] = overflows.sum()
+        return rounded.masked_fill_(overflows, 0.0)
 
     exp_dlogp = dlogp.exp()
     ratio = finite(exp_dlogp, "overflow_ratio")
@@ -160,8 +163,8 @@ def _add_sums(
     # Rounding can put expm1(d) below d by its last bit.
     k3 = finite((dlogp.expm1() - dlogp).clamp_(min=0.0), "overflow_k3")
     mult = finite(torch.maximum(exp_dlogp, exp_dlogp.reciprocal()), "overflow_mult")
-    train_prob = torch.where(compared, train.exp().float(), 0.0)
-    rollout_prob = torch.where(compared, rollout.exp().float(), 0.0)
+    train_prob = train.exp().float().masked_fill_(excluded, 0.0)
+    rollout_prob = rollout.exp().float().masked_fill_(excluded, 0.0)
     prob_diff = (train_prob - rollout_prob).abs_()
 
     dlogp_parts, ratio_parts = exact_sum.split(dlogp.float()), exact_sum.split(ratio)
@@ -182,16 +185,9 @@ def _add_sums(
     return prob_diff
 
 
-def _widen_extremes(state: State, compared: Tensor, dlogp: Tensor, magnitude: Tensor, prob_diff: Tensor) -> None:
-    if not dlogp.numel():
-        return
-    found = {
-        "dlogp_min": torch.where(compared, dlogp, math.inf).amin(),
-        "dlogp_max": torch.where(compared, dlogp, -math.inf).amax(),
-        "abs_dlogp_min": torch.where(compared, magnitude, math.inf).amin(),
-        "abs_dlogp_max": torch.where(compared, magnitude, -math.inf).amax(),
-        "prob_diff_max": torch.where(compared, prob_diff.double(), -math.inf).amax(),
-    }
-    for index, name in enumerate(EXTREMES):
-        choose = torch.minimum if name.endswith("_min") else torch.maximum
-        state.extremes[index] = choose(state.extremes[index], found[name])
+def _widen_extremes(state: State, excluded: Tensor, dlogp: Tensor, magnitude: Tensor, prob_diff: Tensor) -> None:
+    minima, maxima = state.extremes[: len(MINIMA)], state.extremes[len(MINIMA) :]
+    lowest = [values.masked_fill(excluded, math.inf).amin() for values in (dlogp, magnitude)]
+    highest = [values.masked_fill(excluded, -math.inf).amax() for values in (dlogp, magnitude, prob_diff)]
+    torch.minimum(minima, torch.stack(lowest), out=minima)
+    torch.maximum(maxima, torch.stack([value.double() for value in highest]), out=maxima)

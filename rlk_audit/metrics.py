@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rlk_audit import exact_sum
 from rlk_audit.config import quantile_suffix
-from rlk_audit.layout import COUNTERS, EXTREME_INDEX, EXTREMES, FLAGS, ROW_HEADER, TOKEN_CLASSES, StateLayout
+from rlk_audit.layout import COUNTERS, EXTREMES, FLAGS, MINIMA, ROW_HEADER, TOKEN_CLASSES, StateLayout
 from rlk_audit.sketch import fold_sides, quantile_of_magnitude, quantile_of_signed
 
 Int64s = npt.NDArray[np.int64]
@@ -101,10 +101,8 @@ class Totals:
         if not filled.any():
             return dict.fromkeys(EXTREMES, math.nan)
         return {
-            name: float(self.column_float64(name)[filled].min() if name.endswith("_min") else
-                        self.column_float64(name)[filled].max())
-            for name in EXTREME_INDEX
-        }  # fmt: skip
+            name: float((np.min if name in MINIMA else np.max)(self.column_float64(name)[filled])) for name in EXTREMES
+        }
 
     def flag(self, name: str) -> int:
         """Return 1 if any rank set the flag."""

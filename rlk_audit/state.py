@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from rlk_audit import exact_sum
-from rlk_audit.layout import COUNTER_INDEX, EXTREMES, ROW_HEADER, StateLayout
+from rlk_audit.layout import COUNTER_INDEX, EXTREMES, MAXIMA, MINIMA, ROW_HEADER, StateLayout
 from rlk_audit.worst import worst_rows
 
 _INT64 = torch.iinfo(torch.int64)
-_IS_MIN = [name.endswith("_min") for name in EXTREMES]
 
 
 @dataclass
@@ -42,11 +41,15 @@ class State:
         """Return the state of no token."""
         return cls(
             torch.zeros(layout.additive_length, dtype=torch.int64, device=device),
-            torch.tensor([math.inf if is_min else -math.inf for is_min in _IS_MIN], dtype=torch.float64, device=device),
+            torch.tensor([math.inf] * len(MINIMA) + [-math.inf] * len(MAXIMA), dtype=torch.float64, device=device),
             torch.zeros(layout.config.worst_k, len(layout.worst_fields), dtype=torch.int64, device=device),
             torch.zeros((), dtype=torch.int64, device=device),
             torch.tensor([_INT64.max, _INT64.min], device=device),
         )
+
+    def clone(self) -> State:
+        """Return a copy; unlike ``empty``, it reads nothing from the host."""
+        return State(*(tensor.clone() for tensor in self.tensors()))
 
     def copy_from(self, other: State) -> None:
         """Take another state's values, in place."""
@@ -55,11 +58,12 @@ class State:
 
     def merged(self, other: State, worst_per_sample: bool) -> State:
         """Return the state of both; neither changes."""
-        is_min = torch.tensor(_IS_MIN, device=self.extremes.device)
-        lower, upper = torch.minimum(self.extremes, other.extremes), torch.maximum(self.extremes, other.extremes)
+        minima, maxima = slice(None, len(MINIMA)), slice(len(MINIMA), None)
+        lower = torch.minimum(self.extremes[minima], other.extremes[minima])
+        upper = torch.maximum(self.extremes[maxima], other.extremes[maxima])
         return State(
             self.additive + other.additive,
-            torch.where(is_min, lower, upper),
+            torch.cat([lower, upper]),
             worst_rows(torch.cat([self.worst, other.worst]), len(self.worst), worst_per_sample),
             self.flags | other.flags,
             torch.stack(
