@@ -5,6 +5,7 @@ from rlk_audit.allreduce import all_reduce as all_reduce
 from rlk_audit.auditor import Auditor as Auditor
 from rlk_audit.collector import Collector as Collector
 from rlk_audit.config import AuditConfig as AuditConfig
+from rlk_audit.limits import ConsistencyError as ConsistencyError
 from rlk_audit.report import LayoutMismatchError as LayoutMismatchError
 from rlk_audit.report import StepReport as StepReport
 from rlk_audit.sketch import LogHistogram as LogHistogram

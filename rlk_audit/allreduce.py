@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from typing import Literal, overload
 
@@ -83,6 +84,16 @@ class Pending:
         """Return whether ``wait`` would return at once."""
         return self._work is None or self._work.is_completed()
 
+    def wait_at_most(self, seconds: float) -> StepReport | None:
+        """Return the report if the reduction ends within a time, else None; a failed reduction counts as not ended."""
+        deadline = time.monotonic() + seconds
+        while not self.done() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        try:
+            return self.wait() if self.done() else None
+        except RuntimeError:
+            return None
+
     def wait(self) -> StepReport:
         """Wait for the reduction and return the group's report, the same one each time."""
         if self._report is None:
@@ -108,6 +119,32 @@ def buffer_device(group: Group, device: torch.device) -> torch.device:
     raise RuntimeError(
         f"the group's backend {backends} reduces neither CPU nor CUDA tensors; pass a gloo or NCCL group"
     )
+
+
+def share_failure(message: str | None, group: Group = None) -> str | None:
+    """Collective: every rank of ``group`` must call this. One MAX all-reduce of (failed, origin).
+
+    Args:
+        message: why this rank's step failed; None where it passed or where this rank holds no verdict.
+        group: the model-parallel group (tensor x pipeline parallel).
+
+    Returns:
+        The message of the highest-ranked rank that failed, the same on every rank, or None.
+    """
+    _, group_size = group_place(group)
+    if group_size == 1:
+        return message
+    origin = -1 if message is None else global_rank()
+    verdict = torch.tensor([message is not None, origin], dtype=torch.int64)
+    verdict = verdict.to(buffer_device(group, torch.device("cpu")))
+    dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
+    failed, origin = verdict.tolist()
+    if not failed:
+        return None
+    # Only now, when every rank knows that the run ends, is the text itself sent.
+    texts = [message]
+    dist.broadcast_object_list(texts, src=origin, group=group)
+    return texts[0]
 
 
 def agree_on_layout(config: AuditConfig, group: Group = None) -> None:

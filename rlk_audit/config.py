@@ -14,6 +14,21 @@ from types import MappingProxyType
 from typing import Any
 
 MODES = ("off", "audit", "strict")
+TOKEN_CLASSES = (
+    "rejected",
+    "rollout_missing",
+    "rollout_sentinel",
+    "train_sentinel",
+    "rollout_nan",
+    "rollout_neginf",
+    "train_nan",
+    "train_neginf",
+    "positive",
+    "compared",
+)
+"""The classes of active tokens, in the order in which they are tested."""
+DEFAULT_STRICT_CLASSES = ("rollout_nan", "rollout_neginf", "train_nan", "positive")
+Bound = float | str
 DEFAULT_QUANTILES = ("0.5", "0.9", "0.99", "0.999")
 MAX_WORST_K = 64
 
@@ -59,6 +74,12 @@ class AuditConfig:
         breakdowns: label name -> names of its codes, or their number; codes index them, -1 is unknown.
         sentinel_floor: log-probabilities at or below this finite value are placeholders, nats.
         positive_tolerance: log-probabilities above this are not log-probabilities, nats.
+        limits: metric's key -> bound (a number, ``"<=0.05"``, ``">=0.9"``, ``"3x_median_50"``), or a list of bounds.
+        strict_classes: token classes that must be empty where the audit is strict; by default ``rollout_nan,
+            rollout_neginf, train_nan, positive``, and ``train_neginf`` unless ``train_filter``.
+        train_filter: declares that the trainer filters (top-p, top-k), so that it may drop a sampled token.
+        contract: version of the contract file whose limits were taken over, or None; see ``contracts``.
+        lag: 0 reads a step's reduction at its end, 1 at the next step's end.
         expect_identical: declares that train and rollout are meant to be bitwise equal.
         prefix: put before every metric's key by the sinks.
         metadata: free texts copied to every report.
@@ -77,6 +98,11 @@ class AuditConfig:
     worst_k: int = 4
     worst_per_sample: int | None = None
     breakdowns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    limits: Mapping[str, Bound | tuple[Bound, ...]] = field(default_factory=dict)
+    strict_classes: tuple[str, ...] | None = None
+    train_filter: bool = False
+    contract: str | None = None
+    lag: int = 0
     sentinel_floor: float = -1000.0
     positive_tolerance: float = 1e-3
     expect_identical: bool = False
@@ -101,6 +127,15 @@ class AuditConfig:
             self.prefix,
         )
         _require_integer(self.max_state_bytes, "max_state_bytes", 1, 2**40)
+        _require_integer(self.lag, "lag", 0, 1)
+        if self.mode == "strict" and self.lag:
+            raise ValueError("mode strict needs lag=0: a step's verdict must be known before the next step begins")
+        _require(isinstance(self.train_filter, bool), "train_filter", "True or False", self.train_filter)
+        object.__setattr__(self, "limits", _canonical_limits(self.limits))
+        if self.strict_classes is not None:
+            object.__setattr__(self, "strict_classes", tuple(self.strict_classes))
+            unknown = sorted(set(self.classes_not_allowed) - set(TOKEN_CLASSES[:-1]))
+            _require(not unknown, "strict_classes", f"of {', '.join(TOKEN_CLASSES[:-1])}", ", ".join(unknown))
         object.__setattr__(self, "quantiles", _canonical_quantiles(self.quantiles))
         object.__setattr__(self, "breakdowns", _canonical_breakdowns(self.breakdowns))
         object.__setattr__(self, "metadata", _canonical_metadata(self.metadata))
@@ -118,9 +153,18 @@ class AuditConfig:
         """Return plain JSON values; ``from_dict`` gives an equal configuration back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["quantiles"] = list(self.quantiles)
+        values["limits"] = {name: list(b) if isinstance(b, tuple) else b for name, b in self.limits.items()}
+        values["strict_classes"] = None if self.strict_classes is None else list(self.strict_classes)
         values["breakdowns"] = {name: list(codes) for name, codes in self.breakdowns.items()}
         values["metadata"] = dict(self.metadata)
         return values
+
+    @property
+    def classes_not_allowed(self) -> tuple[str, ...]:
+        """Token classes that must be empty where the audit is strict."""
+        if self.strict_classes is not None:
+            return self.strict_classes
+        return DEFAULT_STRICT_CLASSES + (() if self.train_filter else ("train_neginf",))
 
     def agreed_values(self) -> dict[str, str]:
         """Return field name -> canonical text of everything that all ranks must agree on."""
@@ -171,6 +215,12 @@ def _canonical_breakdowns(breakdowns: Mapping[str, Sequence[str] | int]) -> Mapp
         _require("unknown" not in names, f"breakdowns[{name!r}]", "free of the reserved name 'unknown'", codes)
         canonical[name] = names
     return MappingProxyType(canonical)
+
+
+def _canonical_limits(limits: Mapping[str, Any]) -> Mapping[str, Bound | tuple[Bound, ...]]:
+    if not isinstance(limits, Mapping):
+        raise TypeError(f"limits must map metric keys to bounds, got {type(limits).__name__}")
+    return MappingProxyType({str(k): tuple(v) if isinstance(v, (list, tuple)) else v for k, v in limits.items()})
 
 
 def _canonical_metadata(metadata: Mapping[str, Any]) -> Mapping[str, str]:

@@ -11,23 +11,9 @@ import json
 from dataclasses import dataclass
 
 from rlk_audit import exact_sum
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import TOKEN_CLASSES, AuditConfig
 from rlk_audit.sketch import sketch_length
 from rlk_audit.version import __version__
-
-TOKEN_CLASSES = (
-    "rejected",
-    "rollout_missing",
-    "rollout_sentinel",
-    "train_sentinel",
-    "rollout_nan",
-    "rollout_neginf",
-    "train_nan",
-    "train_neginf",
-    "positive",
-    "compared",
-)
-"""The classes of active tokens, in the order in which they are tested."""
 
 TOKEN_COUNTS = (
     "token_mismatch",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlk_audit import exact_sum
-from rlk_audit.config import AuditConfig
-from rlk_audit.layout import COUNTER_INDEX, MINIMA, TOKEN_CLASSES, TOKEN_COUNTS, StateLayout
+from rlk_audit.config import TOKEN_CLASSES, AuditConfig
+from rlk_audit.layout import COUNTER_INDEX, MINIMA, TOKEN_COUNTS, StateLayout
 from rlk_audit.sketch import bin_index
 from rlk_audit.state import State
 from rlk_audit.worst import NO_TOKEN

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from rlk_audit.allreduce import Group, agree_on_layout, global_rank, group_place
+from rlk_audit.allreduce import Group, agree_on_layout, global_rank, group_place, share_failure
 from rlk_audit.auditor import Auditor
 from rlk_audit.config import MODES, AuditConfig
+from rlk_audit.limits import ConsistencyError
 from rlk_audit.report import StepReport
 from rlk_audit.sinks import Sink
 from rlk_audit.tokens import TokenBatch, Values
@@ -141,14 +142,15 @@ def register(
     if config.mode == "off":
         return MegatronAudit(None)
     groups = resolve_groups(model, pg_collection)
+    strict = _StrictGroup(groups.mp or groups.pp) if config.mode == "strict" else None
     if not groups.on_last_stage:
-        return MegatronAudit(None)
+        return MegatronAudit(None, strict)
     reduction_group = group or (groups.dp_cp if cp_sharded else groups.dp)
     _, world_size = group_place()
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     writer = global_rank() == world_size - 1
-    return MegatronAudit(Auditor(config, reduction_group, sinks, device, writer=writer, agreed=True))
+    return MegatronAudit(Auditor(config, reduction_group, sinks, device, writer=writer, agreed=True), strict)
 
 
 def _with_mode(config: AuditConfig | None, args: argparse.Namespace | None) -> AuditConfig:
@@ -166,11 +168,25 @@ class _Evaluation:
     training: bool
 
 
+@dataclass(frozen=True)
+class _StrictGroup:
+    """The ranks that must stop together: tensor x pipeline parallel; None is this process alone."""
+
+    group: Group
+
+    def stop_if_failed(self, message: str | None) -> None:
+        """Collective: every rank of the group must call this; all raise if one failed."""
+        shared = message if self.group is None else share_failure(message, self.group)
+        if shared is not None:
+            raise ConsistencyError(shared)
+
+
 class MegatronAudit:
     """A rank's handle on the audit; where nothing is to be done (mode ``off``, an earlier stage) its calls are free."""
 
-    def __init__(self, auditor: Auditor | None) -> None:
+    def __init__(self, auditor: Auditor | None, strict: _StrictGroup | None = None) -> None:
         self.auditor = auditor
+        self._strict = strict
         self._calls: Counter[int] = Counter()
         self._evaluation: _Evaluation | None = None
         self._attached: dict[str, Any] | None = None
@@ -248,9 +264,19 @@ class MegatronAudit:
 
         Returns:
             The group's report on ranks of the last stage, else None.
+
+        Raises:
+            ConsistencyError: the mode is ``strict`` and the step failed its verdict; every rank of every stage raises
+                it, with the same text.
         """
         self._calls.clear()
-        return None if self.auditor is None else self.auditor.step(iteration)
+        report = None if self.auditor is None else self.auditor.end_step(iteration)
+        if self._strict is not None:
+            message = None
+            if self.auditor is not None and report is not None:
+                message = self.auditor.failure(report)
+            self._strict.stop_if_failed(message)
+        return report
 
     def close(self) -> None:
         """Close the sinks. No communication."""

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rlk_audit import exact_sum
-from rlk_audit.config import quantile_suffix
-from rlk_audit.layout import COUNTERS, EXTREMES, FLAGS, MINIMA, ROW_HEADER, TOKEN_CLASSES, StateLayout
+from rlk_audit.config import TOKEN_CLASSES, quantile_suffix
+from rlk_audit.layout import COUNTERS, EXTREMES, FLAGS, MINIMA, ROW_HEADER, StateLayout
 from rlk_audit.sketch import fold_sides, quantile_of_magnitude, quantile_of_signed
 
 Int64s = npt.NDArray[np.int64]

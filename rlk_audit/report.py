@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlk_audit.config import AuditConfig
-from rlk_audit.layout import ROW_HEADER, TOKEN_CLASSES, StateLayout
+from rlk_audit.config import TOKEN_CLASSES, AuditConfig
+from rlk_audit.layout import ROW_HEADER, StateLayout
 from rlk_audit.metrics import Totals, rank_figures, step_metrics, step_notes, step_warnings
+from rlk_audit.verdict import Verdict
 from rlk_audit.version import __version__
 from rlk_audit.worst import worst_rows
 
@@ -91,6 +92,7 @@ class StepReport:
         scope: ``group`` (all ranks) or ``rank`` (this one alone).
         prefix: put before each metric's key by the sinks.
         metadata: the configuration's free texts.
+        verdict: the outcome of the configuration's limits, or None where nothing judged the step.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class StepReport:
         step: int | None = None,
         prefix: str = "",
         metadata: Mapping[str, str] | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
         if scope not in ("rank", "group"):
             raise ValueError(f"scope must be 'rank' or 'group', got {scope!r}")
@@ -109,6 +112,7 @@ class StepReport:
         self.step = step
         self.prefix = prefix
         self.metadata = dict(metadata or {})
+        self.verdict = verdict
 
     @classmethod
     def from_vector(
@@ -202,6 +206,7 @@ class StepReport:
             "notes": list(self.notes),
             "worst_tokens": [asdict(token) for token in self.worst_tokens],
             "ranks": [asdict(rank) for rank in self.ranks],
+            "verdict": None if self.verdict is None else self.verdict.to_dict(),
         }
         return {name: _plain(value) for name, value in values.items()}
 
@@ -232,9 +237,17 @@ class StepReport:
                 step=values["step"],
                 prefix=values["prefix"],
                 metadata=values["metadata"],
+                verdict=None if values["verdict"] is None else Verdict.from_dict(values["verdict"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a step report: {type(error).__name__} {error}") from error
+
+
+def metric_names(config: AuditConfig) -> tuple[str, ...]:
+    """Return the key of every metric that a report of this configuration has."""
+    layout = StateLayout(config)
+    nothing = Totals.of(np.zeros(layout.length, dtype=np.int64), layout)
+    return tuple(_contents(nothing).metrics)
 
 
 def _check_fingerprints(totals: Totals) -> None:
