@@ -77,8 +77,13 @@ class Pending:
         self._vector = vector
         self._work = work
         self._config = config
-        self._group_size = group_size
+        self.group_size = group_size
         self._report: StepReport | None = None
+
+    @property
+    def vector(self) -> Tensor:
+        """The state vector: this rank's until ``wait``, then the group's sum."""
+        return self._vector
 
     def done(self) -> bool:
         """Return whether ``wait`` would return at once."""
@@ -99,7 +104,7 @@ class Pending:
         if self._report is None:
             if self._work is not None:
                 self._work.wait()
-            self._report = StepReport.from_vector(self._vector, self._config, self._group_size)
+            self._report = StepReport.from_vector(self._vector, self._config, self.group_size)
         return self._report
 
 

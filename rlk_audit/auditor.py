@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig
 from rlk_audit.limits import ConsistencyError, Judge, failure_message
 from rlk_audit.report import StepReport
+from rlk_audit.run_total import RunTotal
 from rlk_audit.sinks import Sink
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class Auditor:
         self._sinks = tuple(sinks) if writes and self.collector is not None else ()
         self._failing: set[int] = set()
         self._in_flight: tuple[int, Pending] | None = None
+        self._total = RunTotal(self.config)
+        self._last_step: int | None = None
 
     def update(self, *args: Any, **fields: Any) -> None:
         """Add one micro-batch; the arguments are those of ``Collector.update``. No communication."""
@@ -82,13 +85,12 @@ class Auditor:
         """Collective: as ``step``, but a failed verdict is left to the caller, who asks ``failure``."""
         if self.collector is None:
             return None
-        if self.config.lag == 0:
-            report = all_reduce(self.collector, self.group)
-            self.collector.reset()
-            return self._finish(step, report)
-        earlier, self._in_flight = self._in_flight, (step, all_reduce(self.collector, self.group, async_op=True))
+        started = (step, all_reduce(self.collector, self.group, async_op=True))
         self.collector.reset()
-        return None if earlier is None else self._finish(earlier[0], earlier[1].wait())
+        if self.config.lag == 0:
+            return self._finish(*started)
+        earlier, self._in_flight = self._in_flight, started
+        return None if earlier is None else self._finish(*earlier)
 
     def failure(self, report: StepReport) -> str | None:
         """Return why a ``strict`` audit must stop at this report, or None."""
@@ -97,26 +99,56 @@ class Auditor:
         return failure_message(report)
 
     def close(self) -> None:
-        """Finish a step in flight, if it comes within 10 seconds, and close the sinks. Starts no communication."""
+        """Finish a step in flight, write the run's total and close the sinks. Starts no communication.
+
+        A step in flight is waited for at most 10 seconds, then it is lost.
+        """
         if self._in_flight is not None:
             (step, pending), self._in_flight = self._in_flight, None
-            report = pending.wait_at_most(CLOSE_TIMEOUT_SECONDS)
-            if report is None:
+            if pending.wait_at_most(CLOSE_TIMEOUT_SECONDS) is None:
                 logger.warning("step %s is lost: its reduction did not end within %s s", step, CLOSE_TIMEOUT_SECONDS)
             else:
-                self._finish(step, report)
+                self._finish(step, pending)
+        total = self.run_total() if self._sinks else None
+        if total is not None:
+            self._write(total)
         for sink in self._sinks:
             sink.close()
         self._sinks = ()
 
-    def _finish(self, step: int, report: StepReport) -> StepReport:
+    def run_total(self) -> StepReport | None:
+        """Return the figures of all tokens of the run so far (``kind == "run"``); None before the first step."""
+        return self._total.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: tensors on the CPU and plain values. A step in flight is not in it."""
+        return {"last_step": self._last_step, "total": self._total.state_dict(), "history": self._judge.state_dict()}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Take up a run where ``state_dict`` left it; the group may have another size.
+
+        Raises:
+            ValueError: the run was made with other settings.
+        """
+        device = torch.device("cpu") if self.collector is None else self.collector.device
+        self._total.load_state_dict(values["total"], device)
+        self._judge.load_state_dict(values["history"])
+        self._last_step = values["last_step"]
+
+    def _finish(self, step: int, pending: Pending) -> StepReport:
+        report = pending.wait()
         report.step = step
         report.verdict = self._judge.judge(report)
-        for place, sink in enumerate(self._sinks):
-            self._write(place, sink, report)
+        self._total.add(pending.vector, pending.group_size)
+        self._last_step = step
+        self._write(report)
         return report
 
-    def _write(self, place: int, sink: Sink, report: StepReport) -> None:
+    def _write(self, report: StepReport) -> None:
+        for place, sink in enumerate(self._sinks):
+            self._write_to(place, sink, report)
+
+    def _write_to(self, place: int, sink: Sink, report: StepReport) -> None:
         """Write, and never let a sink stop the training: its first failure is told, later ones are silent."""
         try:
             sink.write(report)

@@ -298,6 +298,7 @@ class Collector:
             "token_position": position[chosen],
             "token_id": picked("token_ids", batch.token_ids),
             "microbatch": torch.full_like(chosen, -1 if microbatch is None else microbatch),
+            "rank": torch.full_like(chosen, -1),  # known when the state is packed
         }
         for name, codes in self.config.breakdowns.items():
             code = picked(f"label {name}", batch.labels.get(name))

@@ -63,7 +63,7 @@ MAXIMA = ("dlogp_max", "abs_dlogp_max", "prob_diff_max")
 EXTREMES = MINIMA + MAXIMA
 """Kept as float64 bits; they mean something only where tokens were compared."""
 
-FLAGS = {"missing_metadata": 1, "missing_rollout_log_probs": 2, "updates_known": 4}
+FLAGS = {"missing_metadata": 1, "missing_rollout_log_probs": 2, "tp_disagreement": 4}
 """Bits of a row's ``flags``."""
 
 ROW_HEADER = (
@@ -88,6 +88,7 @@ WORST_TOKEN = (
     "token_position",
     "token_id",
     "microbatch",
+    "rank",
 )
 """Fields of a worst token ahead of its label codes; the log-probabilities are float64 bits."""
 

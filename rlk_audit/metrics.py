@@ -41,8 +41,6 @@ TOKEN_WARNINGS = (
     "zero_fill_suspect",
 )
 OTHER_COUNTED_WARNINGS = ("length_mismatch", "update_failed", "duplicate_microbatch")
-FLAG_WARNINGS = ("missing_metadata", "missing_rollout_log_probs", "nothing_compared")
-WARNING_CODES = TOKEN_WARNINGS + OTHER_COUNTED_WARNINGS + FLAG_WARNINGS
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def step_metrics(totals: Totals) -> dict[str, float | int]:
 def step_warnings(totals: Totals) -> dict[str, int]:
     """Return every warning code with its count, 0 included."""
     counted = {name: totals.counters[name] for name in TOKEN_WARNINGS + OTHER_COUNTED_WARNINGS}
-    flags = {name: totals.flag(name) for name in ("missing_metadata", "missing_rollout_log_probs")}
+    flags = {name: totals.flag(name) for name in FLAGS}
     return counted | flags | {"nothing_compared": int(totals.compared == 0)}
 
 

@@ -90,6 +90,7 @@ class StepReport:
     Attributes:
         step: the step's number, or None.
         scope: ``group`` (all ranks) or ``rank`` (this one alone).
+        kind: ``step``, or ``run`` for the total of a run.
         prefix: put before each metric's key by the sinks.
         metadata: the configuration's free texts.
         verdict: the outcome of the configuration's limits, or None where nothing judged the step.
@@ -100,15 +101,17 @@ class StepReport:
         build: Callable[[], _Contents],
         *,
         scope: str,
+        kind: str = "step",
         step: int | None = None,
         prefix: str = "",
         metadata: Mapping[str, str] | None = None,
         verdict: Verdict | None = None,
     ) -> None:
-        if scope not in ("rank", "group"):
-            raise ValueError(f"scope must be 'rank' or 'group', got {scope!r}")
+        if scope not in ("rank", "group") or kind not in ("step", "run"):
+            raise ValueError(f"scope must be 'rank' or 'group' and kind 'step' or 'run', got {scope!r}, {kind!r}")
         self._build = build
         self.scope = scope
+        self.kind = kind
         self.step = step
         self.prefix = prefix
         self.metadata = dict(metadata or {})
@@ -136,9 +139,14 @@ class StepReport:
                 f"expected an int64 vector of {layout.length} entries for {group_size} ranks, "
                 f"got {vector.dtype} of shape {tuple(vector.shape)}"
             )
-        totals = Totals.of(vector.detach().cpu().numpy().copy(), layout)
-        _check_fingerprints(totals)
-        return cls(lambda: _contents(totals), scope=scope, step=step, prefix=config.prefix, metadata=config.metadata)
+        vector = vector.detach()
+        # On another device reading waits for it, so only who looks at the report pays for that.
+        totals = _read(vector, layout) if vector.device.type == "cpu" else None
+
+        def build() -> _Contents:
+            return _contents(_read(vector, layout) if totals is None else totals)
+
+        return cls(build, scope=scope, step=step, prefix=config.prefix, metadata=config.metadata)
 
     @cached_property
     def _contents(self) -> _Contents:
@@ -172,13 +180,12 @@ class StepReport:
     @property
     def ranks(self) -> tuple[RankSummary, ...]:
         """The RANKS_SHOWN ranks of largest mean abs(dlogp), worst first; ranks without tokens come last."""
-        table = self._contents.rank_table
-        return tuple(sorted(table, key=_drift_first))[:RANKS_SHOWN]
+        return tuple(sorted(self.rank_table, key=_drift_first))[:RANKS_SHOWN]
 
     @property
     def rank_table(self) -> tuple[RankSummary, ...]:
-        """Every rank, in group order; a report read back from JSON holds those of ``ranks`` alone."""
-        return self._contents.rank_table
+        """Every rank, in group order; a report read back from JSON holds those of ``ranks``, a run's total none."""
+        return self._contents.rank_table if self.kind == "step" else ()
 
     @property
     def group_size(self) -> int:
@@ -194,6 +201,7 @@ class StepReport:
         """Return plain JSON values: NaN and infinities are None."""
         values = {
             "version": __version__,
+            "kind": self.kind,
             "step": self.step,
             "scope": self.scope,
             "group_size": self.group_size,
@@ -234,6 +242,7 @@ class StepReport:
             return cls(
                 lambda: contents,
                 scope=values["scope"],
+                kind=values["kind"],
                 step=values["step"],
                 prefix=values["prefix"],
                 metadata=values["metadata"],
@@ -250,7 +259,9 @@ def metric_names(config: AuditConfig) -> tuple[str, ...]:
     return tuple(_contents(nothing).metrics)
 
 
-def _check_fingerprints(totals: Totals) -> None:
+def _read(vector: Tensor, layout: StateLayout) -> Totals:
+    """Copy a vector to the host and refuse it if a rank packed with other settings."""
+    totals = Totals.of(vector.cpu().numpy().copy(), layout)
     expected = totals.layout.fingerprint
     found = totals.column("fingerprint").tolist()
     other = [rank for rank, fingerprint in enumerate(found) if fingerprint != expected]
@@ -259,6 +270,7 @@ def _check_fingerprints(totals: Totals) -> None:
             f"group ranks {', '.join(map(str, other[:RANKS_SHOWN]))} did not pack with this configuration "
             f"(fingerprint {expected:#x}, got {found[other[0]]:#x}); every rank needs the same AuditConfig and version"
         )
+    return totals
 
 
 def _contents(totals: Totals) -> _Contents:
@@ -277,12 +289,10 @@ def _contents(totals: Totals) -> _Contents:
 
 def _worst_tokens(totals: Totals) -> tuple[WorstToken, ...]:
     layout = totals.layout
-    names = (*layout.worst_fields, "rank")
     rows = totals.rows[:, len(ROW_HEADER) :].reshape(-1, len(layout.worst_fields))
-    ranks = np.repeat(totals.column("rank"), layout.worst_k)
-    one_per_sample = layout.config.worst_per_sample == 1
-    chosen = worst_rows(torch.from_numpy(np.column_stack([rows, ranks])), layout.worst_k, one_per_sample)
-    return tuple(_worst_token(dict(zip(names, row, strict=True)), layout) for row in chosen.tolist() if row[0])
+    chosen = worst_rows(torch.from_numpy(rows), layout.worst_k, layout.config.worst_per_sample == 1)
+    named = (dict(zip(layout.worst_fields, row, strict=True)) for row in chosen.tolist())
+    return tuple(_worst_token(row, layout) for row in named if row["valid"])
 
 
 def _worst_token(row: dict[str, int], layout: StateLayout) -> WorstToken:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit import exact_sum
-from rlk_audit.layout import COUNTER_INDEX, EXTREMES, MAXIMA, MINIMA, ROW_HEADER, StateLayout
+from rlk_audit.layout import COUNTER_INDEX, EXTREMES, FLAGS, MAXIMA, MINIMA, ROW_HEADER, WORST_TOKEN, StateLayout
 from rlk_audit.worst import worst_rows
 
 _INT64 = torch.iinfo(torch.int64)
@@ -45,6 +45,27 @@ class State:
             torch.zeros(layout.config.worst_k, len(layout.worst_fields), dtype=torch.int64, device=device),
             torch.zeros((), dtype=torch.int64, device=device),
             torch.tensor([_INT64.max, _INT64.min], device=device),
+        )
+
+    @classmethod
+    def of_vector(cls, vector: Tensor, layout: StateLayout) -> State:
+        """Return the state of a whole group from its summed vector; reads nothing on the host."""
+        rows = vector[layout.additive_length :].reshape(layout.group_size, layout.row_length)
+        column = {name: rows[:, index] for index, name in enumerate(ROW_HEADER)}
+        empty = column["compared"] == 0
+        floats = {name: column[name].contiguous().view(torch.float64) for name in EXTREMES}
+        lowest = [floats[name].masked_fill(empty, math.inf).amin() for name in MINIMA]
+        highest = [floats[name].masked_fill(empty, -math.inf).amax() for name in MAXIMA]
+        flags = torch.zeros_like(column["flags"][0])
+        for bit in FLAGS.values():
+            flags += bit * ((column["flags"] & bit) != 0).any()
+        worst = rows[:, len(ROW_HEADER) :].reshape(-1, len(layout.worst_fields))
+        return cls(
+            vector[: layout.additive_length].clone(),
+            torch.stack(lowest + highest),
+            worst_rows(worst, layout.config.worst_k, layout.config.worst_per_sample == 1),
+            flags,
+            torch.stack([column["updates_since_rollout_min"].amin(), column["updates_since_rollout_max"].amax()]),
         )
 
     def clone(self) -> State:
@@ -103,5 +124,8 @@ class State:
         row = torch.zeros(layout.row_length, dtype=torch.int64, device=self.additive.device)
         for index, name in enumerate(ROW_HEADER):
             row[index] = header[name]
-        row[len(ROW_HEADER) :] = self.worst[: layout.worst_k].reshape(-1)
+        worst = self.worst[: layout.worst_k].clone()
+        held_by = worst[:, WORST_TOKEN.index("rank")]
+        held_by.masked_fill_(held_by < 0, rank)  # in a whole group's state it is known already
+        row[len(ROW_HEADER) :] = worst.reshape(-1)
         return row

@@ -1,0 +1,82 @@
+"""RunTotal: the steps of a run, merged into one state that is as large as a step's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_audit.config import AuditConfig
+from rlk_audit.layout import StateLayout
+from rlk_audit.report import StepReport
+from rlk_audit.state import State
+
+SETTINGS_OF_STATE = (
+    "eps_low",
+    "eps_high",
+    "grouping_power",
+    "worst_k",
+    "worst_per_sample",
+    "breakdowns",
+    "sentinel_floor",
+    "positive_tolerance",
+)
+"""Settings that give a state its meaning; a run may be continued only under the same."""
+
+
+class RunTotal:
+    """Adds up the group's states of a run, on their device, without host syncs.
+
+    Attributes:
+        steps: steps added.
+    """
+
+    def __init__(self, config: AuditConfig) -> None:
+        self._config = config
+        self._layout = StateLayout(config)
+        self._state: State | None = None
+        self.steps = 0
+
+    def add(self, vector: Tensor, group_size: int) -> None:
+        """Add a step's summed state vector."""
+        with torch.inference_mode(False), torch.no_grad():
+            step = State.of_vector(vector, StateLayout(self._config, group_size))
+            one_per_sample = self._config.worst_per_sample == 1
+            self._state = step if self._state is None else self._state.merged(step, one_per_sample)
+        self.steps += 1
+
+    def report(self) -> StepReport | None:
+        """Return the figures of all tokens of the run (``kind == "run"``); None before the first step."""
+        if self._state is None:
+            return None
+        report = StepReport.from_vector(self._state.pack(self._layout, 0, -1), self._config)
+        report.kind = "run"
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors on the CPU and plain values, to be saved with a checkpoint."""
+        return {
+            "steps": self.steps,
+            "settings": self._settings(),
+            "state": None if self._state is None else [tensor.cpu() for tensor in self._state.tensors()],
+        }
+
+    def load_state_dict(self, values: Mapping[str, Any], device: torch.device) -> None:
+        """Take up a run where ``state_dict`` left it.
+
+        Raises:
+            ValueError: the run was made with other settings; the text names them.
+        """
+        settings = self._settings()
+        other = [name for name in settings if values["settings"].get(name) != settings[name]]
+        if other:
+            told = ", ".join(f"{name} was {values['settings'].get(name)}, is {settings[name]}" for name in other)
+            raise ValueError(f"the saved run total was made with other settings: {told}")
+        self.steps = int(values["steps"])
+        self._state = None if values["state"] is None else State(*values["state"]).to(device)
+
+    def _settings(self) -> dict[str, str]:
+        agreed = self._config.agreed_values()
+        return {name: agreed[name] for name in SETTINGS_OF_STATE}
