@@ -126,6 +126,41 @@ def buffer_device(group: Group, device: torch.device) -> torch.device:
     )
 
 
+def replicas_that_differ(collector: Collector, group: Group) -> list[int]:
+    """Collective: every rank of ``group`` must call this. One MAX all-reduce of two int64, more on a difference.
+
+    Args:
+        collector: this rank's step; the ranks of the group are meant to have measured the same tokens.
+        group: the tensor-parallel group.
+
+    Returns:
+        The global ranks that measured something else than the first rank of the group; empty where all agree.
+    """
+    _, group_size = group_place(group)
+    if group_size == 1:
+        return []
+    digest = collector.digest().to(buffer_device(group, collector.device))
+    spread = torch.stack([digest, -digest])
+    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=group)
+    if int(spread.sum()) == 0:
+        return []
+    # Every rank sees the same difference and so comes here.
+    told = torch.stack([digest, torch.full_like(digest, global_rank())])
+    rows = [torch.zeros_like(told) for _ in range(group_size)]
+    dist.all_gather(rows, told, group=group)
+    table = torch.stack(rows).tolist()
+    return [rank for value, rank in table if value != table[0][0]]
+
+
+def own_gloo_group(group: Group = None) -> Group:
+    """Collective: every rank of ``group`` must call this. Return a new gloo group of the same ranks."""
+    if not is_distributed():
+        return None
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    created: Group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return created
+
+
 def share_failure(message: str | None, group: Group = None) -> str | None:
     """Collective: every rank of ``group`` must call this. One MAX all-reduce of (failed, origin).
 

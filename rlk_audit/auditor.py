@@ -12,7 +12,7 @@ from rlk_audit.allreduce import Group, Pending, agree_on_layout, all_reduce, gro
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig
 from rlk_audit.limits import ConsistencyError, Judge, failure_message
-from rlk_audit.report import StepReport
+from rlk_audit.report import LayoutMismatchError, StepReport
 from rlk_audit.run_total import RunTotal
 from rlk_audit.sinks import Sink
 
@@ -31,6 +31,8 @@ class Auditor:
         device: where the collector's state lives.
         writer: whether this rank writes to the sinks; the group's first rank if None.
         agreed: the caller has already agreed on the configuration with every rank of the group.
+        side_group: ``group`` is the audit's own, not one that the training needs: then a failed reduction ends the
+            audit with one error line, and the training goes on.
 
     Raises:
         LayoutMismatchError: the configurations differ over the ranks.
@@ -46,6 +48,7 @@ class Auditor:
         *,
         writer: bool | None = None,
         agreed: bool = False,
+        side_group: bool = False,
     ) -> None:
         self.config = config or AuditConfig()
         self.group = group
@@ -55,6 +58,7 @@ class Auditor:
         self.collector = None if self.config.mode == "off" else Collector(self.config, device)
         writes = group_place(group)[0] == 0 if writer is None else writer
         self._sinks = tuple(sinks) if writes and self.collector is not None else ()
+        self._side_group = side_group
         self._failing: set[int] = set()
         self._in_flight: tuple[int, Pending] | None = None
         self._total = RunTotal(self.config)
@@ -85,12 +89,14 @@ class Auditor:
         """Collective: as ``step``, but a failed verdict is left to the caller, who asks ``failure``."""
         if self.collector is None:
             return None
-        started = (step, all_reduce(self.collector, self.group, async_op=True))
-        self.collector.reset()
-        if self.config.lag == 0:
-            return self._finish(*started)
-        earlier, self._in_flight = self._in_flight, started
-        return None if earlier is None else self._finish(*earlier)
+        try:
+            return self._reduce(self.collector, step)
+        except RuntimeError as error:
+            if not self._side_group or isinstance(error, LayoutMismatchError):
+                raise
+            logger.error("the audit ends at step %s, the training goes on: its reduction failed (%s)", step, error)
+            self.collector = self._in_flight = None
+            return None
 
     def failure(self, report: StepReport) -> str | None:
         """Return why a ``strict`` audit must stop at this report, or None."""
@@ -134,6 +140,14 @@ class Auditor:
         self._total.load_state_dict(values["total"], device)
         self._judge.load_state_dict(values["history"])
         self._last_step = values["last_step"]
+
+    def _reduce(self, collector: Collector, step: int) -> StepReport | None:
+        started = (step, all_reduce(collector, self.group, async_op=True))
+        collector.reset()
+        if self.config.lag == 0:
+            return self._finish(*started)
+        earlier, self._in_flight = self._in_flight, started
+        return None if earlier is None else self._finish(*earlier)
 
     def _finish(self, step: int, pending: Pending) -> StepReport:
         report = pending.wait()

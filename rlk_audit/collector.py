@@ -93,6 +93,16 @@ class Collector:
             self._count("update_failed")
         self._tell(f"an update failed and nothing of it was counted: {reason}")
 
+    def flag(self, name: str) -> None:
+        """Set one of FLAGS for the step."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._state.flags |= FLAGS[name]
+
+    def digest(self) -> Tensor:
+        """Return an int64 hash (scalar, on the device) of what was measured; equal states have equal hashes."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._state.digest()
+
     def reset(self) -> None:
         """Forget the step's data, in place."""
         with torch.inference_mode(False), torch.no_grad():

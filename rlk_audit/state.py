@@ -100,6 +100,13 @@ class State:
         """Return the tensors in the order of the attributes."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
+    def digest(self) -> Tensor:
+        """Return an int64 hash of the additive fields: their sum under odd weights, modulo 2^64."""
+        place = torch.arange(len(self.additive), device=self.additive.device)
+        # Multiplying by an odd constant and folding the high bits down makes the weight of each place its own.
+        weight = (place * -7046029254386353131) ^ (place << 31)
+        return (self.additive * (weight | 1)).sum()
+
     def pack(self, layout: StateLayout, group_rank: int, rank: int) -> Tensor:
         """Return the vector [layout.length] of this rank: the additive fields and its own row, zeros elsewhere."""
         vector = torch.zeros(layout.length, dtype=torch.int64, device=self.additive.device)
