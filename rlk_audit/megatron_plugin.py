@@ -15,22 +15,39 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rlk_audit.allreduce import Group, agree_on_layout, global_rank, group_place, share_failure
+from rlk_audit.allreduce import (
+    Group,
+    agree_on_layout,
+    global_rank,
+    group_place,
+    own_gloo_group,
+    replicas_that_differ,
+    share_failure,
+)
 from rlk_audit.auditor import Auditor
+from rlk_audit.collector import Collector
 from rlk_audit.config import MODES, AuditConfig
 from rlk_audit.limits import ConsistencyError
 from rlk_audit.report import StepReport
 from rlk_audit.sinks import Sink
 from rlk_audit.tokens import TokenBatch, Values
 
+logger = logging.getLogger(__name__)
+
 ForwardStep = Callable[..., Any]
+
+FORWARDS = {"old": "recomputed before any update", "current": "training forward"}
+"""What may be audited -> what the reports say of it."""
+CURRENT_PREFIX = "rlk_audit_current/"
 
 
 def add_rlk_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -119,6 +136,9 @@ def register(
     pg_collection: Any = None,
     group: Group = None,
     cp_sharded: bool = True,
+    reduction: str = "training",
+    tp_agreement_interval: int = 0,
+    forward: str = "old",
     sinks: Sequence[Sink] = (),
     device: str | torch.device | None = None,
 ) -> MegatronAudit:
@@ -133,13 +153,24 @@ def register(
         cp_sharded: True where each context-parallel rank holds its own tokens (pretrain-style code: reduce over data x
             context parallel), False where log-probabilities were gathered over context parallelism (Megatron-RL style:
             reduce over data parallel).
+        reduction: ``training`` reduces over the training's own group, ``gloo`` over a gloo group of the same ranks
+            that the audit makes for itself, off the training's stream; if that fails the audit ends and the training goes on.
+        tp_agreement_interval: every so many steps, compare what the tensor-parallel replicas measured; 0 never does.
+        forward: which train log-probabilities will be observed: ``old``, recomputed before any update (a step is a
+            rollout batch), or ``current``, those of the training forward (a step is an optimizer step), which are
+            reported under the prefix ``rlk_audit_current/``. Register twice to audit both.
         sinks: where reports go; the last rank, which owns a result, uses them.
         device: where the state lives; the current CUDA device if there is one, else the CPU.
 
     Raises:
         LayoutMismatchError: the configurations differ over the ranks; every rank raises the same text.
     """
-    config = _with_mode(config, args)
+    if reduction not in ("training", "gloo") or forward not in FORWARDS:
+        raise ValueError(
+            f"expected reduction 'training' or 'gloo' and forward {' or '.join(map(repr, FORWARDS))}, "
+            f"got {reduction!r} and {forward!r}"
+        )
+    config = _of_forward(_with_mode(config, args), forward)
     agree_on_layout(config)
     if config.mode == "off":
         return MegatronAudit(None)
@@ -148,11 +179,23 @@ def register(
     if not groups.on_last_stage:
         return MegatronAudit(None, strict)
     reduction_group = group or (groups.dp_cp if cp_sharded else groups.dp)
+    if reduction == "gloo":
+        reduction_group = own_gloo_group(reduction_group)
     _, world_size = group_place()
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
     writer = global_rank() == world_size - 1
-    return MegatronAudit(Auditor(config, reduction_group, sinks, device, writer=writer, agreed=True), strict)
+    auditor = Auditor(
+        config, reduction_group, sinks, device, writer=writer, agreed=True, side_group=reduction == "gloo"
+    )
+    return MegatronAudit(auditor, strict, _Replicas(groups.tp, tp_agreement_interval))
+
+
+def _of_forward(config: AuditConfig, forward: str) -> AuditConfig:
+    prefix = config.prefix
+    if forward == "current" and prefix == AuditConfig().prefix:
+        prefix = CURRENT_PREFIX
+    return replace(config, prefix=prefix, metadata={**config.metadata, "train_log_probs": FORWARDS[forward]})
 
 
 def _with_mode(config: AuditConfig | None, args: argparse.Namespace | None) -> AuditConfig:
@@ -183,12 +226,38 @@ class _StrictGroup:
             raise ConsistencyError(shared)
 
 
+@dataclass(frozen=True)
+class _Replicas:
+    """The tensor-parallel ranks, which must measure the same, and every how many steps they are compared (0: never)."""
+
+    group: Group = None
+    interval: int = 0
+
+    def compare(self, collector: Collector, steps: int) -> None:
+        """Collective: every rank of the group must call this, with the same ``steps``."""
+        if self.group is None or self.interval == 0 or steps % self.interval:
+            return
+        different = replicas_that_differ(collector, self.group)
+        if different:
+            collector.flag("tp_disagreement")
+            logger.warning("tensor-parallel ranks %s measured other log-probabilities than the first", different)
+
+
 class MegatronAudit:
     """A rank's handle on the audit; where nothing is to be done (mode ``off``, an earlier stage) its calls are free."""
 
-    def __init__(self, auditor: Auditor | None, strict: _StrictGroup | None = None) -> None:
+    def __init__(
+        self,
+        auditor: Auditor | None,
+        strict: _StrictGroup | None = None,
+        replicas: _Replicas = _Replicas(),
+    ) -> None:
         self.auditor = auditor
+        self.weight_version = 0
+        """Optimizer updates of the trainer so far; ``step_end`` counts them, a resumed run sets it."""
         self._strict = strict
+        self._replicas = replicas
+        self._steps = 0
         self._calls: Counter[int] = Counter()
         self._evaluation: _Evaluation | None = None
         self._attached: dict[str, Any] | None = None
@@ -205,11 +274,14 @@ class MegatronAudit:
         mask: Values | None = None,
         *,
         microbatch: int | None = None,
+        weight_version: int | Tensor | None = None,
         **fields: Any,
     ) -> None:
         """Add one micro-batch's log-probabilities; the arguments are those of ``Collector.update``.
 
         Inside a loss function of ``wrap_forward_step`` the micro-batch's number is known, and evaluation is left out.
+        ``weight_version`` is the trainer's ``weight_version`` whose weights sampled, for all or each token; from it
+        come the updates since the rollout.
         """
         if self.auditor is None:
             return
@@ -218,6 +290,8 @@ class MegatronAudit:
             return
         if microbatch is None and evaluation is not None:
             microbatch = evaluation.microbatch
+        if weight_version is not None:
+            fields["updates_since_rollout"] = self.weight_version - weight_version
         self.auditor.update(train_log_probs, rollout_log_probs, mask, microbatch=microbatch, **fields)
 
     def attach(self, rollout_log_probs: Values | None, mask: Values, **fields: Any) -> None:
@@ -261,8 +335,12 @@ class MegatronAudit:
 
         return schedule
 
-    def step_end(self, iteration: int) -> StepReport | None:
-        """Collective: every rank of every stage must call this at the end of a step.
+    def step_end(self, iteration: int, updated: bool = True) -> StepReport | None:
+        """Collective: every rank of every stage must call this at the end of a step, also of one that was skipped.
+
+        Args:
+            iteration: the step's number.
+            updated: whether the optimizer changed the weights in this step.
 
         Returns:
             The group's report on ranks of the last stage, else None.
@@ -272,6 +350,10 @@ class MegatronAudit:
                 it, with the same text.
         """
         self._calls.clear()
+        self._steps += 1
+        self.weight_version += updated
+        if self.auditor is not None and self.auditor.collector is not None:
+            self._replicas.compare(self.auditor.collector, self._steps)
         report = None if self.auditor is None else self.auditor.end_step(iteration)
         if self._strict is not None:
             message = None
