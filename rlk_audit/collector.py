@@ -234,7 +234,7 @@ class Collector:
     def _integers(self, name: str, values: PerToken, shape: torch.Size) -> Tensor:
         """Return integer ids on the device, expanded to ``shape`` without a copy; None gives -1."""
         ids = torch.as_tensor(-1 if values is None else values, device=self.device)
-        if ids.is_floating_point() or ids.is_complex():
+        if ids.numel() and (ids.is_floating_point() or ids.is_complex()):  # an empty list makes a float tensor
             raise ValueError(f"{name} must be integers, got {ids.dtype}")
         try:
             return ids.long().expand(shape)
@@ -290,15 +290,15 @@ class Collector:
         places = self._candidates(abs_dlogp)
         if not places.numel():
             return
+        at = _unravel(places, shape)
 
         def picked(name: str, ids: PerToken) -> Tensor:
             """Read ids at ``places``; expanded ids are never made full."""
-            values = self._integers(name, ids, shape)
-            return values[torch.unravel_index(places, shape)] if shape else values.expand(places.shape)
+            return self._integers(name, ids, shape)[at].expand(places.shape)
 
         sample, position = picked("sample_index", batch.sample_index), picked("token_position", batch.token_position)
         chosen, exists = select_worst(abs_dlogp[places], sample, position, self.config.worst_k, self._one_per_sample)
-        places = places[chosen]
+        places, at = places[chosen], tuple(index[chosen] for index in at)
         columns = {
             "valid": exists.long(),
             "train_logp": tokens.train[places].double().view(torch.int64),
@@ -327,3 +327,12 @@ class Collector:
         if self.config.worst_per_sample is None:
             floor = torch.maximum(floor, abs_dlogp.topk(min(self.config.worst_k, len(abs_dlogp))).values[-1])
         return (abs_dlogp >= floor).nonzero()[:, 0]
+
+
+def _unravel(places: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Return the index along each dimension of flat places; ``torch.unravel_index`` reads its shape from the host."""
+    at = []
+    for size in reversed(shape):
+        at.append(places % size)
+        places = torch.div(places, size, rounding_mode="floor")
+    return tuple(reversed(at))

@@ -78,7 +78,7 @@ def _measure_chunk(tokens: FlatTokens, layout: StateLayout, state: State) -> tup
     # From here on a token that is not compared has T = R = 0 and adds nothing anywhere.
     train.masked_fill_(excluded, 0.0)
     rollout.masked_fill_(excluded, 0.0)
-    dlogp = train - rollout
+    dlogp = train - rollout + 0.0  # a zero is +0.0 whatever the signs were
     magnitude = dlogp.abs()
     counts = _threshold_counts(tokens, compared, train, rollout, dlogp, magnitude, config)
     prob_diff = _add_sums(layout, state, excluded, train, rollout, dlogp, counts)

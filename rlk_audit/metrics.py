@@ -13,7 +13,14 @@ import numpy.typing as npt
 from rlk_audit import exact_sum
 from rlk_audit.config import TOKEN_CLASSES, quantile_suffix
 from rlk_audit.layout import COUNTERS, EXTREMES, FLAGS, MINIMA, ROW_HEADER, StateLayout
-from rlk_audit.sketch import fold_sides, quantile_of_magnitude, quantile_of_signed
+from rlk_audit.sketch import (
+    MAX_EXPONENT,
+    bin_bounds,
+    bins_per_side,
+    fold_sides,
+    quantile_of_magnitude,
+    quantile_of_signed,
+)
 
 Int64s = npt.NDArray[np.int64]
 
@@ -41,6 +48,23 @@ TOKEN_WARNINGS = (
     "zero_fill_suspect",
 )
 OTHER_COUNTED_WARNINGS = ("length_mismatch", "update_failed", "duplicate_microbatch")
+
+
+HISTOGRAM_GROUPING_POWER = 2
+"""Grouping power of the histogram that is shown: 4 bins a power of two, at most 385 in all."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of signed dlogp in bins, without empty ones at either end.
+
+    Attributes:
+        edges: nats, ascending, one more than there are bins; the middle bin holds all below 2^-32 in magnitude.
+        counts: tokens a bin, which add up to the compared ones.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -128,6 +152,32 @@ def step_notes(totals: Totals) -> tuple[str, ...]:
     """Return remarks that are no warnings."""
     identical = totals.counters["identical"] == totals.compared > 0
     return ("self_comparison",) if identical and not totals.layout.config.expect_identical else ()
+
+
+_HISTOGRAM_BINS = range(bins_per_side(HISTOGRAM_GROUPING_POWER))
+_HISTOGRAM_MAGNITUDES = (
+    *(bin_bounds(index, HISTOGRAM_GROUPING_POWER)[0] for index in _HISTOGRAM_BINS),
+    2.0**MAX_EXPONENT,
+)
+_HISTOGRAM_EDGES = tuple(-edge for edge in reversed(_HISTOGRAM_MAGNITUDES)) + _HISTOGRAM_MAGNITUDES
+
+
+def dlogp_histogram(totals: Totals) -> Histogram | None:
+    """Return the sketch in coarser bins; None where nothing was compared."""
+    if not totals.compared:
+        return None
+    middle = len(totals.sketch) // 2
+    merged = 1 << (totals.layout.config.grouping_power - HISTOGRAM_GROUPING_POWER)
+
+    def coarse(side: Int64s) -> Int64s:
+        # A side is under, bins, over, and over is empty: dlogp of compared tokens stays far below 2^16.
+        return np.asarray(side[1:-1].reshape(-1, merged).sum(axis=1))
+
+    center = totals.sketch[middle - 1 : middle + 2].sum(keepdims=True)
+    counts = np.concatenate([coarse(totals.sketch[:middle][::-1])[::-1], center, coarse(totals.sketch[middle + 1 :])])
+    filled = np.flatnonzero(counts)
+    first, last = int(filled[0]), int(filled[-1])
+    return Histogram(_HISTOGRAM_EDGES[first : last + 2], tuple(counts[first : last + 1].tolist()))
 
 
 def _quantiles_and_extremes(totals: Totals) -> dict[str, float]:

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from rlk_audit.config import TOKEN_CLASSES, AuditConfig
 from rlk_audit.layout import ROW_HEADER, StateLayout
-from rlk_audit.metrics import Totals, rank_figures, step_metrics, step_notes, step_warnings
+from rlk_audit.metrics import (
+    Histogram,
+    Totals,
+    dlogp_histogram,
+    rank_figures,
+    step_metrics,
+    step_notes,
+    step_warnings,
+)
 from rlk_audit.verdict import Verdict
 from rlk_audit.version import __version__
 from rlk_audit.worst import worst_rows
@@ -82,6 +90,7 @@ class _Contents:
     worst_tokens: tuple[WorstToken, ...] = ()
     rank_table: tuple[RankSummary, ...] = ()
     group_size: int = 1
+    histogram: Histogram | None = None
 
 
 class StepReport:
@@ -192,6 +201,10 @@ class StepReport:
         """Ranks of the group."""
         return self._contents.group_size
 
+    def histogram(self) -> Histogram | None:
+        """Return the counts of signed dlogp in bins; None where nothing was compared or JSON was read back."""
+        return self._contents.histogram
+
     @property
     def complete(self) -> bool:
         """Whether no update failed on any rank."""
@@ -284,6 +297,7 @@ def _contents(totals: Totals) -> _Contents:
         worst,
         tuple(RankSummary(**figures) for figures in rank_figures(totals)),
         totals.layout.group_size,
+        dlogp_histogram(totals),
     )
 
 
@@ -300,7 +314,7 @@ def _worst_token(row: dict[str, int], layout: StateLayout) -> WorstToken:
     labels = {}
     for name, codes in layout.config.breakdowns.items():
         labels[name] = codes[row[name]] if row[name] >= 0 else UNKNOWN
-    dlogp = train_logp - rollout_logp
+    dlogp = train_logp - rollout_logp + 0.0
     ids = {name: row[name] for name in WORST_IDS}
     return WorstToken(abs(dlogp), dlogp, train_logp, rollout_logp, labels=labels, **ids)
 

@@ -161,7 +161,7 @@ class TokenBatch:
         if refused is not None:
             return refused
         sample, position = locate(torch.arange(train.numel(), device=train.device), bounds)
-        last = per_sample(bounds.diff(), sample, 0) - (index_scores == "next_token")
+        last = per_sample(bounds.diff(), sample, 0) - int(index_scores == "next_token")
         places = _Places(position, samples, sample, position < last)
         return places.batch(train, rollout_log_probs, mask, _or_zero(response_start), index_scores, fields)
 
@@ -221,7 +221,7 @@ class TokenBatch:
         samples = len(bounds) - 1
         position = place.global_position(within, per_sample(local_bounds.diff(), sample, 0))
         true_bounds = bounds if cu_seqlens is None else torch.as_tensor(cu_seqlens, device=train.device).long()
-        last = per_sample(true_bounds.diff(), sample, 0) - (index_scores == "next_token")
+        last = per_sample(true_bounds.diff(), sample, 0) - int(index_scores == "next_token")
         places = _Places(position, samples, sample, (sample < samples) & (position < last))
         return places.batch(train, rollout_log_probs, mask, _or_zero(response_start), index_scores, fields)
 
@@ -265,7 +265,7 @@ class _Places:
         spread = {name: self.spread(value) for name, value in fields.items()}
         real = self.real
         if response_start is not None:
-            position = self.position + (index_scores == "next_token") - self.spread(response_start)
+            position = self.position + int(index_scores == "next_token") - self.spread(response_start)
             spread.setdefault("token_position", position)
             real = None if real is None else real & (position >= 0)
         if real is not None:

@@ -1,0 +1,151 @@
+"""Imports point one way, nothing optional is imported, and two modules alone touch what is theirs alone."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import rlk_audit
+
+PACKAGE = Path(rlk_audit.__file__).parent
+
+LEVELS = (
+    ("version", "config", "exact_sum", "places", "verdict"),
+    ("sketch", "tokens", "metadata", "contracts", "setting_values"),
+    ("layout", "settings"),
+    ("worst", "metrics"),
+    ("state", "report"),
+    ("measure", "run_total"),
+    ("collector", "evidence_table"),
+    ("allreduce", "evidence", "limits", "sinks"),
+    ("auditor",),
+    ("megatron_plugin",),
+)
+"""A module, or a folder of modules, may import those of earlier levels and, of its own level, only itself."""
+
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__init__.py"
+)
+
+OPTIONAL = (
+    "megatron", "torchmetrics", "rich", "transformers", "tensorboard", "wandb", "mlflow", "pandas", "pyarrow",
+    "safetensors", "hypothesis", "pytest", "vllm", "scipy", "matplotlib",
+)  # fmt: skip
+
+
+def tree(name: str) -> ast.Module:
+    return ast.parse(PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
+
+
+def imported(name: str) -> set[str]:
+    """Every dotted name that a module imports, wherever in it."""
+    names = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def parts_imported(name: str) -> set[str]:
+    """The parts of the package that a module imports."""
+    return {dotted.split(".")[1] for dotted in imported(name) if dotted.startswith("rlk_audit.")}
+
+
+def part_of(name: str) -> str:
+    return name.split(".")[0]
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"rlk_audit.{name}")
+
+
+def test_every_module_has_its_level() -> None:
+    assert set(LEVEL) == set(map(part_of, MODULES)), "give a new module its place in LEVELS"
+    assert sum(map(len, LEVELS)) == len(LEVEL)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_to_earlier_levels(name: str) -> None:
+    own = part_of(name)
+    others = parts_imported(name) - {own}
+    upwards = {other for other in others if LEVEL.get(other, len(LEVELS)) >= LEVEL.get(own, len(LEVELS))}
+    assert not upwards, f"{name} imports {', '.join(sorted(upwards))}"
+
+
+def test_the_table_reads_imports() -> None:
+    """Kills: a reader that finds none, for which every table is right."""
+    assert parts_imported("layout") >= {"config", "sketch"}
+    assert parts_imported("auditor") >= {"allreduce", "collector", "sinks"}
+
+
+def uses_of(name: str, dotted: str) -> Iterator[str]:
+    """Where a module reaches a library by an import or as an attribute (`torch.distributed`)."""
+    yield from (found for found in imported(name) if f"{found}.".startswith(f"{dotted}."))
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Attribute) and f"{ast.unparse(node)}." == f"{dotted}.":
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_one_module_reaches_collectives_and_one_megatron(name: str) -> None:
+    assert bool(list(uses_of(name, "torch.distributed"))) == (name == "allreduce")
+    assert bool(list(uses_of(name, "megatron"))) == (name == "megatron_plugin")
+
+
+def test_collectives_are_called_by_their_module() -> None:
+    """`dist.all_reduce`, not a name of its own: what counts the collectives of a step relies on it."""
+    assert not [found for found in imported("allreduce") if found.startswith("torch.distributed.")]
+
+
+def test_no_module_imports_megatron_while_it_is_imported() -> None:
+    for name in MODULES:
+        for node in tree(name).body:
+            found = ast.unparse(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else ""
+            assert "megatron" not in found.replace("rlk_audit.megatron_plugin", ""), f"{name}: {found}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_holds_state(name: str) -> None:
+    """Constants alone: what a process did before must not change what it does next."""
+    for key, value in vars(module(name)).items():
+        if not key.startswith("__") and isinstance(value, (list, set, dict, deque, bytearray)):
+            constant = isinstance(value, dict) and key.isupper()
+            assert constant, f"{name}.{key} can be changed"
+
+
+def test_importing_the_package_imports_nothing_optional() -> None:
+    """All modules, the plugin too, with every warning an error."""
+    script = (
+        "import sys, importlib, rlk_audit\n"
+        f"for name in {MODULES!r}: importlib.import_module('rlk_audit.' + name)\n"
+        f"print([name for name in {OPTIONAL!r} if name in sys.modules])\n"
+        "import torch.distributed; print(torch.distributed.is_initialized())\n"
+    )
+    environment = {"PYTHONPATH": str(PACKAGE.parent), "PATH": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert (result.stdout, result.stderr, result.returncode) == ("[]\nFalse\n", "", 0)
+
+
+def test_the_public_names() -> None:
+    names = {name for name in vars(rlk_audit) if not name.startswith("_")} - set(LEVEL)
+    assert names >= {
+        "AuditConfig", "Auditor", "Collector", "LayoutMismatchError", "LogHistogram", "Pending", "StepReport",
+        "TokenBatch", "all_reduce",
+    }  # fmt: skip
+    assert all(getattr(rlk_audit, name).__module__.startswith("rlk_audit.") for name in names)
+    assert (PACKAGE / "py.typed").exists()
