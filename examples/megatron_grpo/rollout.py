@@ -86,9 +86,6 @@ class RecordedPool:
     def __init__(self, args: argparse.Namespace, score: Callable[[list[Rollout]], Tensor]) -> None:
         self.args, self.score = args, score
 
-    def sync(self, weights: dict[str, Tensor], step: int) -> None:
-        """Nothing to hand over: the trainer itself scores."""
-
     def generate(self, step: int) -> list[Rollout]:
         """Collective: all rollouts of the step on every rank."""
         prompts = step_prompts(self.args, step)

@@ -144,13 +144,28 @@ def start_audit(args: argparse.Namespace) -> MegatronAudit:
     return register(args, config=AuditConfig(mode="off", breakdowns={"engine": ENGINES}), sinks=sinks)
 
 
+def hand_over_weights(trainer: Trainer, pool: EnginePool, step: int) -> None:
+    """Collective: export the trainer's weights to the engines; before the first rollout the export is checked."""
+    weights = model.export_weights(trainer.chunks, model.llama_shape(trainer.config))
+    if step == 1:
+        error = check_export(trainer, weights, trainer.args.seed)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            print(f"export: float32 transformers agrees to {error:.1e} nats", flush=True)
+    pool.sync(weights, step)
+
+
+def build_pool(trainer: Trainer) -> EnginePool | RecordedPool:
+    if trainer.args.engine == "recorded":
+        return RecordedPool(trainer.args, trainer.score)
+    return EnginePool(trainer.args, model.llama_shape(trainer.config))
+
+
 def train(args: argparse.Namespace) -> None:
     last_rank = dist.get_rank() == dist.get_world_size() - 1
     args.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args)
     audit = start_audit(args)
-    shape = model.llama_shape(trainer.config)
-    pool = RecordedPool(args, trainer.score) if args.engine == "recorded" else EnginePool(args, shape)
+    pool = build_pool(trainer)
     warm_up(trainer)
     recorder = Recorder(args.record) if args.record else None
     observers = [audit, recorder] if recorder else [audit]
@@ -159,12 +174,8 @@ def train(args: argparse.Namespace) -> None:
     console = Console() if last_rank else None
     losses, rewards = [], []
     for step in range(1, args.steps + 1):
-        weights = {} if args.engine == "recorded" else model.export_weights(trainer.chunks, shape)
-        if weights and step == 1:
-            error = check_export(trainer, weights, args.seed)
-            if last_rank:
-                print(f"export: float32 transformers agrees to {error:.1e} nats", flush=True)
-        pool.sync(weights, step)
+        if isinstance(pool, EnginePool):
+            hand_over_weights(trainer, pool, step)
         rollouts = pool.generate(step)
         losses.append(trainer.train(schedule, step_func, grpo.build_batch(rollouts, grpo.advantages(rollouts))))
         rewards.append(sum(r.reward for r in rollouts) / len(rollouts))

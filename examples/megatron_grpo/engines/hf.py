@@ -10,7 +10,7 @@ from torch import Tensor
 from engines import Completion, LlamaShape
 from task import END, MAX_RESPONSE, PAD
 
-# transformers 5.20 gave the argument its new name and warns about the old one.
+# Recent transformers (5.24) renamed the argument and warn about the old name; 5.19 knows only the old one.
 _FORWARD = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
 _CACHE_ARGUMENT = "cache" if "cache" in _FORWARD else "past_key_values"
 
