@@ -153,8 +153,8 @@ def register(
         cp_sharded: True where each context-parallel rank holds its own tokens (pretrain-style code: reduce over data x
             context parallel), False where log-probabilities were gathered over context parallelism (Megatron-RL style:
             reduce over data parallel).
+        reduction: ``training`` reduces over the training's own group, ``gloo`` over a gloo group of the same ranks
             that the audit makes for itself, off the training's stream; if it fails, the audit ends and nothing else.
-            that the audit makes for itself, off the training's stream; if it fails the audit ends and the training goes on
         tp_agreement_interval: every so many steps, compare what the tensor-parallel replicas measured; 0 never does.
         forward: which train log-probabilities will be observed: ``old``, recomputed before any update (a step is a
             rollout batch), or ``current``, those of the training forward (a step is an optimizer step), which are
