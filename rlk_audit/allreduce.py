@@ -50,6 +50,9 @@ def all_reduce(collector: Collector, group: Group = None, *, async_op: Literal[T
 def all_reduce(collector: Collector, group: Group = None, async_op: bool = False) -> StepReport | Pending:
     """Collective: every rank of ``group`` must call this, whatever it collected. One SUM of one int64 vector.
 
+    The first call with a collector, and the first after the group was made anew, also agrees on the settings: vectors
+    of different length would end the process. So collectors are made and used alike on every rank.
+
     Args:
         collector: this rank's step; it is read when the call is made, and may be reset at once.
         group: data-parallel x context-parallel group; the default group if None; without any process group, or in a
@@ -58,9 +61,15 @@ def all_reduce(collector: Collector, group: Group = None, async_op: bool = False
 
     Raises:
         LayoutMismatchError: ranks packed with different settings (every rank raises).
+        ValueError: this process is not in the group.
         RuntimeError: the backend's own failure.
     """
     group_rank, group_size = group_place(group)
+    if group_rank < 0:
+        raise ValueError("this process is not a rank of the group; only the group's ranks may reduce over it")
+    if group_size > 1 and collector.agreed_group is not _identity(group):
+        agree_on_layout(collector.config, group)
+        mark_agreed(collector, group)
     vector = collector.pack(group_rank, group_size, global_rank())
     work = None
     if group_size > 1:
@@ -90,14 +99,11 @@ class Pending:
         return self._work is None or self._work.is_completed()
 
     def wait_at_most(self, seconds: float) -> StepReport | None:
-        """Return the report if the reduction ends within a time, else None; a failed reduction counts as not ended."""
+        """Return the report if the reduction ends within a time, else None; raises what ``wait`` raises."""
         deadline = time.monotonic() + seconds
         while not self.done() and time.monotonic() < deadline:
             time.sleep(0.01)
-        try:
-            return self.wait() if self.done() else None
-        except RuntimeError:
-            return None
+        return self.wait() if self.done() else None
 
     def wait(self) -> StepReport:
         """Wait for the reduction and return the group's report, the same one each time."""
@@ -126,11 +132,12 @@ def buffer_device(group: Group, device: torch.device) -> torch.device:
     )
 
 
-def replicas_that_differ(collector: Collector, group: Group) -> list[int]:
+def replicas_that_differ(collector: Collector | None, group: Group) -> list[int]:
     """Collective: every rank of ``group`` must call this. One MAX all-reduce of two int64, more on a difference.
 
     Args:
-        collector: this rank's step; the ranks of the group are meant to have measured the same tokens.
+        collector: this rank's step; the ranks of the group are meant to have measured the same tokens. None where the
+            audit has ended: such a rank differs, and still takes part.
         group: the tensor-parallel group.
 
     Returns:
@@ -139,7 +146,9 @@ def replicas_that_differ(collector: Collector, group: Group) -> list[int]:
     _, group_size = group_place(group)
     if group_size == 1:
         return []
-    digest = collector.digest().to(buffer_device(group, collector.device))
+    cpu = torch.device("cpu")
+    digest = torch.zeros((), dtype=torch.int64) if collector is None else collector.digest()
+    digest = digest.to(buffer_device(group, cpu if collector is None else collector.device))
     spread = torch.stack([digest, -digest])
     dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=group)
     if int(spread.sum()) == 0:
@@ -185,6 +194,16 @@ def share_failure(message: str | None, group: Group = None) -> str | None:
     texts = [message]
     dist.broadcast_object_list(texts, src=origin, group=group)
     return texts[0]
+
+
+def mark_agreed(collector: Collector, group: Group = None) -> None:
+    """Note that every rank of the group agreed on the collector's settings. No communication."""
+    collector.agreed_group = _identity(group)
+
+
+def _identity(group: Group) -> object:
+    """Return an object that is the group's own; the default group is another one once it is made anew."""
+    return group if group is not None or not is_distributed() else dist.group.WORLD
 
 
 def agree_on_layout(config: AuditConfig, group: Group = None) -> None:

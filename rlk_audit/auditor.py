@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from rlk_audit.allreduce import Group, Pending, agree_on_layout, all_reduce, group_place
+from rlk_audit.allreduce import Group, Pending, agree_on_layout, all_reduce, global_rank, group_place, mark_agreed
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig
+from rlk_audit.evidence import EvidenceBuffer
 from rlk_audit.limits import ConsistencyError, Judge, failure_message
 from rlk_audit.report import LayoutMismatchError, StepReport
 from rlk_audit.run_total import RunTotal
@@ -21,18 +22,25 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_SECONDS = 10.0
 
 
+def close_all(sinks: Sequence[Sink]) -> None:
+    """Close sinks."""
+    for sink in sinks:
+        sink.close()
+
+
 class Auditor:
     """Collective: every rank of ``group`` must construct one, with the same configuration.
 
     Args:
         config: the audit's settings; with mode ``off`` nothing is built after the agreement.
         group: data-parallel x context-parallel group; the default group, or this process alone, if None.
-        sinks: where reports go; used on the writing rank only, so that every rank may pass them.
+        sinks: where reports go; every rank may pass them, those that do not write close theirs at once.
         device: where the collector's state lives.
         writer: whether this rank writes to the sinks; the group's first rank if None.
         agreed: the caller has already agreed on the configuration with every rank of the group.
         side_group: ``group`` is the audit's own, not one that the training needs: then a failed reduction ends the
             audit with one error line, and the training goes on.
+        evidence: keeps the step's batches on this rank and writes the worst samples whole when a verdict fails.
 
     Raises:
         LayoutMismatchError: the configurations differ over the ranks.
@@ -49,6 +57,7 @@ class Auditor:
         writer: bool | None = None,
         agreed: bool = False,
         side_group: bool = False,
+        evidence: EvidenceBuffer | None = None,
     ) -> None:
         self.config = config or AuditConfig()
         self.group = group
@@ -57,17 +66,28 @@ class Auditor:
             agree_on_layout(self.config, group)
         self.collector = None if self.config.mode == "off" else Collector(self.config, device)
         writes = group_place(group)[0] == 0 if writer is None else writer
-        self._sinks = tuple(sinks) if writes and self.collector is not None else ()
+        if self.collector is not None:
+            mark_agreed(self.collector, group)
+        self._sinks: tuple[Sink, ...] = ()
+        if writes and self.collector is not None:
+            self._sinks = tuple(sinks)
+        else:
+            close_all(sinks)
         self._side_group = side_group
+        self._evidence = evidence
         self._failing: set[int] = set()
         self._in_flight: tuple[int, Pending] | None = None
         self._total = RunTotal(self.config)
         self._last_step: int | None = None
 
-    def update(self, *args: Any, **fields: Any) -> None:
+    def update(self, *args: Any, microbatch: int | None = None, **fields: Any) -> None:
         """Add one micro-batch; the arguments are those of ``Collector.update``. No communication."""
-        if self.collector is not None:
-            self.collector.update(*args, **fields)
+        if self.collector is None:
+            return
+        batch = self.collector.as_batch(*args, **fields)
+        self.collector.update(batch, microbatch=microbatch)
+        if self._evidence is not None:
+            self._evidence.keep(batch, microbatch)
 
     def step(self, step: int) -> StepReport | None:
         """Collective: every rank of the group must call this at the end of a step, whatever it collected.
@@ -96,6 +116,8 @@ class Auditor:
                 raise
             logger.error("the audit ends at step %s, the training goes on: its reduction failed (%s)", step, error)
             self.collector = self._in_flight = None
+            if self._evidence is not None:
+                self._evidence.clear()
             return None
 
     def failure(self, report: StepReport) -> str | None:
@@ -111,15 +133,11 @@ class Auditor:
         """
         if self._in_flight is not None:
             (step, pending), self._in_flight = self._in_flight, None
-            if pending.wait_at_most(CLOSE_TIMEOUT_SECONDS) is None:
-                logger.warning("step %s is lost: its reduction did not end within %s s", step, CLOSE_TIMEOUT_SECONDS)
-            else:
-                self._finish(step, pending)
+            self._finish_in_flight(step, pending)
         total = self.run_total() if self._sinks else None
         if total is not None:
             self._write(total)
-        for sink in self._sinks:
-            sink.close()
+        close_all(self._sinks)
         self._sinks = ()
 
     def run_total(self) -> StepReport | None:
@@ -142,6 +160,8 @@ class Auditor:
         self._last_step = values["last_step"]
 
     def _reduce(self, collector: Collector, step: int) -> StepReport | None:
+        if self._evidence is not None:
+            self._evidence.seal(step)
         started = (step, all_reduce(collector, self.group, async_op=True))
         collector.reset()
         if self.config.lag == 0:
@@ -149,14 +169,32 @@ class Auditor:
         earlier, self._in_flight = self._in_flight, started
         return None if earlier is None else self._finish(*earlier)
 
+    def _finish_in_flight(self, step: int, pending: Pending) -> None:
+        try:
+            if pending.wait_at_most(CLOSE_TIMEOUT_SECONDS) is None:
+                logger.warning("step %s is lost: its reduction did not end within %s s", step, CLOSE_TIMEOUT_SECONDS)
+            else:
+                self._finish(step, pending)
+        except RuntimeError as error:  # closing must come to its end
+            logger.warning("step %s is lost: its reduction failed (%s)", step, error)
+
     def _finish(self, step: int, pending: Pending) -> StepReport:
         report = pending.wait()
         report.step = step
         report.verdict = self._judge.judge(report)
+        self._keep_evidence(report)
         self._total.add(pending.vector, pending.group_size)
         self._last_step = step
         self._write(report)
         return report
+
+    def _keep_evidence(self, report: StepReport) -> None:
+        """Write the worst samples of a failed step, and let go of the step's batches."""
+        if self._evidence is None or report.step is None:
+            return
+        if report.verdict is not None and not report.verdict.passed:
+            self._evidence.write(report.step, report, global_rank())
+        self._evidence.clear(report.step)
 
     def _write(self, report: StepReport) -> None:
         for place, sink in enumerate(self._sinks):

@@ -41,6 +41,8 @@ class Collector:
         with torch.inference_mode(False), torch.no_grad():
             self._state = State.empty(self.layout, self.device)
             self._empty = State.empty(self.layout, self.device)
+        self.agreed_group: object = None
+        """The process group whose ranks agreed on the settings; kept by ``all_reduce``."""
         self._microbatches: set[int] = set()
         self._error_logged = False
 
@@ -69,7 +71,7 @@ class Collector:
         Raises:
             TypeError: an argument is of no usable type or has an unknown name: misuse that is the same on every rank.
         """
-        batch = self._as_batch(train_log_probs, rollout_log_probs, mask, labels, fields)
+        batch = self.as_batch(train_log_probs, rollout_log_probs, mask, labels, **fields)
         if microbatch is not None and (isinstance(microbatch, bool) or not isinstance(microbatch, int)):
             raise TypeError(f"microbatch must be an integer, got {type(microbatch).__name__}")
         with torch.inference_mode(False), torch.no_grad():
@@ -154,14 +156,19 @@ class Collector:
             logger.warning("%s", sentence)
             self._error_logged = True
 
-    def _as_batch(
+    def as_batch(
         self,
         train: Values | TokenBatch,
-        rollout: Values | None,
-        mask: Values | None,
-        labels: Mapping[str, PerToken] | None,
-        fields: dict[str, Any],
+        rollout: Values | None = None,
+        mask: Values | None = None,
+        labels: Mapping[str, PerToken] | None = None,
+        **fields: Any,
     ) -> TokenBatch:
+        """Return the arguments of ``update``, without ``microbatch``, as one TokenBatch.
+
+        Raises:
+            TypeError: as ``update``.
+        """
         if isinstance(train, TokenBatch):
             if rollout is not None or mask is not None or labels or fields:
                 raise TypeError("a TokenBatch holds all fields; give it alone, with microbatch at most")
@@ -264,10 +271,11 @@ class Collector:
             counts["total"] += ((self._same_shape(batch, "valid", shape) != 0) | tokens.active).sum()
         for name, count in counts.items():
             state.additive[COUNTER_INDEX[name]] += count
-        if filled and any(batch.labels.get(name) is None for name in self.config.breakdowns):
-            state.flags += FLAGS["missing_metadata"]
-        if filled and batch.rollout_log_probs is None:
-            state.flags += FLAGS["missing_rollout_log_probs"]
+        present = tokens.active.any()
+        if any(batch.labels.get(name) is None for name in self.config.breakdowns):
+            state.flags += FLAGS["missing_metadata"] * present
+        if batch.rollout_log_probs is None:
+            state.flags += FLAGS["missing_rollout_log_probs"] * present
 
     def _note_updates_since_rollout(self, state: State, batch: TokenBatch, shape: torch.Size, compared: Tensor) -> None:
         if batch.updates_since_rollout is None:

@@ -140,6 +140,13 @@ class AuditConfig:
         object.__setattr__(self, "breakdowns", _canonical_breakdowns(self.breakdowns))
         object.__setattr__(self, "metadata", _canonical_metadata(self.metadata))
 
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_dict(), sort_keys=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Read-only mappings cannot be pickled; configurations travel between the processes of a training.
+        return AuditConfig.from_dict, (self.to_dict(),)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AuditConfig:
         """Build a configuration from plain values; an unknown name is refused."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gzip
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -109,9 +109,9 @@ class EvidenceBuffer:
     def write(self, step: int, report: StepReport | None = None, rank: int = 0, *, force: bool = False) -> Path | None:
         """Write this rank's worst samples of the step sealed under that number, else of the open one.
 
-        First come samples that hold one of the report's worst tokens, then those of largest abs(dlogp). If tokens are
-        of a class that must be empty, up to half of the places go to their samples. Where context parallelism cuts a
-        sample, each rank writes its own part; ``sample_index`` and ``token_position`` join them.
+        First come the samples of the report's worst tokens, in its order, then those of largest abs(dlogp). If tokens
+        are of a class that must be empty, up to half of the places go to their samples. Where context parallelism cuts
+        a sample, each rank writes its own part; ``sample_index`` and ``token_position`` join them.
 
         Args:
             step: the step's number.
@@ -167,7 +167,7 @@ class EvidenceBuffer:
         return True
 
     def _write(self, step: int, report: StepReport | None, rank: int) -> Path | None:
-        named = set() if report is None else {token.sample_index for token in report.worst_tokens} - {-1}
+        named = [] if report is None else [t.sample_index for t in report.worst_tokens if t.sample_index >= 0]
         samples = [sample for batch in self._sealed.get(step, self._open) for sample in samples_of(batch)]
         chosen = choose(samples, named, self._samples)
         if not chosen:
@@ -191,14 +191,15 @@ class EvidenceBuffer:
             logger.warning("%s", sentence)
 
 
-def choose(samples: Iterable[Sample], named: set[int], count: int) -> list[Sample]:
-    """Return at most ``count`` samples, worst first: those named, then by largest abs(dlogp).
+def choose(samples: Iterable[Sample], named: Sequence[int], count: int) -> list[Sample]:
+    """Return at most ``count`` samples, worst first: those named, in that order, then by largest abs(dlogp).
 
     Samples with tokens of a class that must be empty are sure of half of the places, those with most of them first.
     """
+    place = {index: place for place, index in enumerate(dict.fromkeys(named))}
 
-    def by_drift(sample: Sample) -> tuple[bool, float, int]:
-        return (sample.sample_index not in named, -sample.abs_dlogp, sample.sample_index)
+    def by_drift(sample: Sample) -> tuple[int, float, int]:
+        return (place.get(sample.sample_index, len(place)), -sample.abs_dlogp, sample.sample_index)
 
     drifting = sorted(samples, key=by_drift)
     faulty = sorted((sample for sample in drifting if sample.faulty), key=lambda sample: -sample.faulty)

@@ -63,6 +63,11 @@ class KeptBatch:
         return self.columns["train_log_probs"].shape
 
     @property
+    def row_length(self) -> int:
+        """Entries of a row, the last axis."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensors, which are those of a copy."""
         return sum(column.numel() * column.element_size() for column in self.columns.values())
@@ -94,7 +99,7 @@ def _check(columns: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"{name} must have the shape of train_log_probs, {tuple(shape)}, got {tuple(column.shape)}"
             )
-        if name not in (*LOG_PROBS, *_SAME_SHAPE) and column.is_floating_point():
+        if name not in (*LOG_PROBS, *_SAME_SHAPE) and column.numel() and column.is_floating_point():
             raise ValueError(f"{name.removeprefix(_LABEL)} must be integers, got {column.dtype}")
 
 
@@ -166,8 +171,9 @@ class Sample:
 
     def _columns(self) -> dict[str, Tensor]:
         """Return the sample's columns, in the order of positions where those are known."""
-        flat, numbers = _response_tokens(self.batch)
-        where = (numbers == self.number).nonzero()[:, 0]
+        flat = self.batch.flat()
+        places, numbers = _response_tokens(flat, self.batch.row_length)
+        where = places[numbers == self.number]
         columns = {name: column[where] for name, column in flat.items()}
         if "token_position" not in columns:
             return columns
@@ -181,32 +187,31 @@ class Sample:
 
 def samples_of(batch: KeptBatch) -> list[Sample]:
     """Return the samples of a micro-batch in host memory."""
-    flat, numbers = _response_tokens(batch)
+    flat = batch.flat()
+    places, numbers = _response_tokens(flat, batch.row_length)
     if not len(numbers):
         return []
     count = int(numbers.max()) + 1
-    abs_dlogp, faulty = _measure(flat, batch.config)
+    abs_dlogp, faulty = (figures[places] for figures in _measure(flat, batch.config))
     worst = torch.full((count,), NO_TOKEN, dtype=torch.float64).scatter_reduce_(0, numbers, abs_dlogp, "amax")
     faults = torch.zeros(count, dtype=torch.int64).scatter_add_(0, numbers, faulty.long())
     # All tokens of a sample have one index, so that it does not matter which is written last.
-    index = torch.zeros(count, dtype=torch.int64).scatter_(0, numbers, _sample_index(flat))
+    index = torch.zeros(count, dtype=torch.int64).scatter_(0, numbers, _sample_index(flat)[places])
     columns = zip(index.tolist(), worst.tolist(), faults.tolist(), strict=True)
     return [Sample(batch, number, *figures) for number, figures in enumerate(columns)]
 
 
-def _response_tokens(batch: KeptBatch) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the columns of the tokens of responses, and for each token the number of its sample."""
-    flat = batch.flat()
-    width = batch.shape[-1] if batch.shape else 1
-    row = torch.arange(batch.shape.numel()) // width
+def _response_tokens(flat: Mapping[str, Tensor], row_length: int) -> tuple[Tensor, Tensor]:
+    """Return the places of the tokens of responses, and for each the number of its sample."""
     real = torch.ones_like(flat["mask"])
     if "valid" in flat:
         real &= flat["valid"]
-    if "token_position" in flat:
-        real &= flat["token_position"] >= 0
-    where = (real | flat["mask"]).nonzero()[:, 0]
-    flat = {name: column[where] for name, column in flat.items()}
-    return flat, _number_samples(row[where], _sample_index(flat), flat.get("token_position"))
+    position = flat.get("token_position")
+    if position is not None:
+        real &= position >= 0
+    places = (real | flat["mask"]).nonzero()[:, 0]
+    known = None if position is None else position[places]
+    return places, _number_samples(places // row_length, _sample_index(flat)[places], known)
 
 
 def _sample_index(flat: Mapping[str, Tensor]) -> Tensor:

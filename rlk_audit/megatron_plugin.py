@@ -8,7 +8,7 @@
     ...
     audit.step_end(iteration)                                          # every rank
 
-This is the only module that names megatron, and it imports megatron only when groups must be found.
+This is the only module that names megatron; it imports nothing of it, and finds groups where megatron-core was loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from rlk_audit.allreduce import (
     replicas_that_differ,
     share_failure,
 )
-from rlk_audit.auditor import Auditor
+from rlk_audit.auditor import Auditor, close_all
 from rlk_audit.collector import Collector
 from rlk_audit.config import MODES, AuditConfig
 from rlk_audit.limits import ConsistencyError
@@ -113,11 +114,9 @@ def _collection_of(model: Any) -> Any:
 
 
 def _parallel_state_groups() -> dict[str, Group]:
-    try:
-        from megatron.core import parallel_state
-    except ImportError:
-        return {}
-    if not parallel_state.model_parallel_is_initialized():
+    # Where it was never imported it is not initialised, and importing it takes seconds.
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
         return {}
     return {
         "dp": parallel_state.get_data_parallel_group(),
@@ -173,10 +172,12 @@ def register(
     config = _of_forward(_with_mode(config, args), forward)
     agree_on_layout(config)
     if config.mode == "off":
+        close_all(sinks)
         return MegatronAudit(None)
     groups = resolve_groups(model, pg_collection)
     strict = _StrictGroup(groups.mp or groups.pp) if config.mode == "strict" else None
     if not groups.on_last_stage:
+        close_all(sinks)
         return MegatronAudit(None, strict)
     reduction_group = group or (groups.dp_cp if cp_sharded else groups.dp)
     if reduction == "gloo":
@@ -233,12 +234,12 @@ class _Replicas:
     group: Group = None
     interval: int = 0
 
-    def compare(self, collector: Collector, steps: int) -> None:
+    def compare(self, collector: Collector | None, steps: int) -> None:
         """Collective: every rank of the group must call this, with the same ``steps``."""
         if self.group is None or self.interval == 0 or steps % self.interval:
             return
         different = replicas_that_differ(collector, self.group)
-        if different:
+        if different and collector is not None:
             collector.flag("tp_disagreement")
             logger.warning("tensor-parallel ranks %s measured other log-probabilities than the first", different)
 
@@ -280,8 +281,8 @@ class MegatronAudit:
         """Add one micro-batch's log-probabilities; the arguments are those of ``Collector.update``.
 
         Inside a loss function of ``wrap_forward_step`` the micro-batch's number is known, and evaluation is left out.
-        ``weight_version`` is the trainer's ``weight_version`` whose weights sampled, for all or each token; from it
-        come the updates since the rollout.
+        ``weight_version`` is the trainer's ``weight_version`` whose weights sampled, for all or each token, -1 where it
+        is unknown; from it come the updates since the rollout.
         """
         if self.auditor is None:
             return
@@ -291,7 +292,8 @@ class MegatronAudit:
         if microbatch is None and evaluation is not None:
             microbatch = evaluation.microbatch
         if weight_version is not None:
-            fields["updates_since_rollout"] = self.weight_version - weight_version
+            version = torch.as_tensor(weight_version)
+            fields["updates_since_rollout"] = torch.where(version < 0, -1, self.weight_version - version)
         self.auditor.update(train_log_probs, rollout_log_probs, mask, microbatch=microbatch, **fields)
 
     def attach(self, rollout_log_probs: Values | None, mask: Values, **fields: Any) -> None:
@@ -352,7 +354,7 @@ class MegatronAudit:
         self._calls.clear()
         self._steps += 1
         self.weight_version += updated
-        if self.auditor is not None and self.auditor.collector is not None:
+        if self.auditor is not None:
             self._replicas.compare(self.auditor.collector, self._steps)
         report = None if self.auditor is None else self.auditor.end_step(iteration)
         if self._strict is not None:

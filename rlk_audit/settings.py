@@ -1,8 +1,8 @@
 """What a run can be told, and from where: command line, environment, YAML file, code.
 
 SETTINGS is the one table. From it come the arguments, the variables ``RLK_AUDIT_<NAME>``, the keys of the file and
-docs/settings.md. Each setting is taken whole from the first source that gives it: arguments, environment, file, the
-configuration given in code, defaults.
+docs/settings.md. Each setting is taken whole from the first source that gives it: arguments, environment, file, code,
+defaults.
 """
 
 from __future__ import annotations
@@ -206,8 +206,9 @@ SETTINGS = (
 )
 
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
-_AUDIT_FIELDS = {field.name for field in dataclasses.fields(AuditConfig)} & (_BY_NAME.keys() - {"contract"})
-_RUN_FIELDS = {field.name for field in dataclasses.fields(Settings)} & (_BY_NAME.keys() - {"config"})
+# A contract is a file here, and a version in AuditConfig.
+_AUDIT_FIELDS = frozenset(_BY_NAME) & {field.name for field in dataclasses.fields(AuditConfig)} - {"contract"}
+_RUN_FIELDS = frozenset(_BY_NAME) & {field.name for field in dataclasses.fields(Settings)} - {"config"}
 
 
 def add_rlk_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -228,10 +229,17 @@ def resolve_settings(
     args: argparse.Namespace | None = None,
     config: AuditConfig | None = None,
     environ: Mapping[str, str] | None = None,
+    **in_code: Any,
 ) -> Settings:
-    """Return the settings of a run: arguments, then environment, then file, then ``config``, then defaults.
+    """Return the settings of a run: arguments, then environment, then file, then code, then defaults.
 
     The mode is ``off`` where nothing says otherwise. With mode ``off`` no contract is read.
+
+    Args:
+        args: what a parser with ``add_rlk_args`` made.
+        config: the audit's settings as given in code.
+        environ: the variables; those of the process if None.
+        in_code: other fields of ``Settings`` as given in code, such as ``cp_sharded=False``.
 
     Raises:
         ValueError: a setting is unknown or wrong; the text begins with the option, variable or file that gave it.
@@ -248,17 +256,19 @@ def resolve_settings(
         raise ValueError(f"{', '.join(places)}: {error}") from error
     if merged.mode != "off":
         merged = _with_contract(merged, read, given)
-    return Settings(merged, **{name: read[name] for name in read.keys() & _RUN_FIELDS})
+    return Settings(merged, **{**in_code, **{name: read[name] for name in read.keys() & _RUN_FIELDS}})
 
 
 def validate_rlk_args(
     args: argparse.Namespace | None = None,
     config: AuditConfig | None = None,
     environ: Mapping[str, str] | None = None,
+    **in_code: Any,
 ) -> Settings:
     """Check all that can be checked before the processes know of each other, and return the settings.
 
-    Sinks are checked on the rank that will write, the last one of a torchrun, or where there is no torchrun.
+    The arguments are those of ``resolve_settings``. Sinks are checked on the rank that will write: the last one of a
+    torchrun, or this one where there is none.
 
     Raises:
         ValueError: a setting is unknown or wrong, or a limit names no metric.
@@ -266,7 +276,7 @@ def validate_rlk_args(
         OSError: the output folder cannot be made or written to.
     """
     environ = os.environ if environ is None else environ
-    settings = resolve_settings(args, config, environ)
+    settings = resolve_settings(args, config, environ, **in_code)
     if settings.config.mode == "off":
         return settings
     Judge(settings.config)

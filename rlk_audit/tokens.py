@@ -23,6 +23,8 @@ Values = Tensor | NDArray | Sequence[Any]
 PerToken = Values | int | None
 
 _INDEX_SCORES = ("token", "next_token")
+_PER_SAMPLE = ("sample_index", "sample_slot", "rollout_id", "updates_since_rollout")
+"""Fields that may come as one value a sample; labels may too."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ class _Places:
     ) -> TokenBatch:
         """Return the batch of these tokens, with their positions in the response where its start is known."""
         labels = {name: self.spread(codes) for name, codes in fields.pop("labels", {}).items()}
-        spread = {name: self.spread(value) for name, value in fields.items()}
+        spread = {n: self.spread(value) if n in _PER_SAMPLE else value for n, value in fields.items()}
         real = self.real
         if response_start is not None:
             position = self.position + int(index_scores == "next_token") - self.spread(response_start)
@@ -343,8 +345,8 @@ def to_float_and_missing(values: Values) -> tuple[Tensor, Tensor | None]:
         return torch.as_tensor(values), None
     try:
         array = np.asarray(values, dtype=object if isinstance(values, np.ndarray) else None)
-        if array.dtype != object:
-            return torch.as_tensor(array), None
+        if array.dtype != object:  # a list of whole numbers is meant as log-probabilities all the same
+            return torch.as_tensor(array.astype(np.float64) if array.dtype.kind in "iu" else array), None
         missing = array == np.array(None)
         numbers = np.where(missing, 0.0, array).astype(np.float64)
     except (TypeError, ValueError) as error:
@@ -379,12 +381,15 @@ def _join_samples(
     def spread(values: Sequence[int]) -> Tensor:
         return torch.tensor([int(values[i]) for i in kept], dtype=torch.int64).repeat_interleave(lengths_kept)
 
+    scores = [to_float_and_missing(train[i]) for i in kept]
+    if any(absent is not None for _, absent in scores):
+        return TokenBatch((), fault="train_log_probs must hold numbers, got None among them")
     ids: dict[str, Any] = {name: spread(values) for name, values in per_sample.items() if values is not None}
     for name in _TOKEN_COLUMNS:
         if name in given:
             ids[name] = _join([torch.as_tensor(given[name][i]) for i in kept])
     return TokenBatch(
-        _join([to_float_and_missing(train[i])[0] for i in kept]),
+        _join([values for values, _ in scores]),
         rollout,
         _join([torch.as_tensor(given["mask"][i]) != 0 for i in kept]) if "mask" in given else torch.ones(total),
         valid=torch.ones(total, dtype=torch.bool),

@@ -29,11 +29,19 @@ DATA_SETS = 5000
 MANY_QUANTILES = ("0", "0.001", "0.25", "0.5", "0.7", "0.9", "0.99", "0.999", "1")
 
 
-def report_of(train: np.ndarray, rollout: np.ndarray, config: AuditConfig | None = None) -> StepReport:
-    return observe(
-        {"train_log_probs": torch.from_numpy(train), "rollout_log_probs": torch.from_numpy(rollout),
-         "mask": torch.ones(len(train)), "token_position": torch.arange(len(train))}, config=config,
-    )  # fmt: skip
+def report_of(
+    train: np.ndarray,
+    rollout: np.ndarray,
+    config: AuditConfig | None = None,
+    position: torch.Tensor | None = None,
+) -> StepReport:
+    update = {
+        "train_log_probs": torch.from_numpy(train),
+        "rollout_log_probs": torch.from_numpy(rollout),
+        "mask": torch.ones(len(train)),
+        "token_position": torch.arange(len(train)) if position is None else position,
+    }
+    return observe(update, config=config)
 
 
 # --- data sets: drifts d with T and R such that T - R is d ----------------------------------------------------------
@@ -181,6 +189,19 @@ def test_perfect_correlation_is_one() -> None:
     assert report_of(values, values).metrics["prob_pearson"] == 1.0
 
 
+def test_probabilities_below_the_normal_range_correlate_too() -> None:
+    """p and q that float32 holds as subnormals, some or all. Kills: a subnormal's exponent taken as one less."""
+    rng = np.random.default_rng(3)
+    for low, high in ((-95.0, -88.0), (-92.0, -84.0), (-89.0, -86.0)):
+        train = rng.uniform(low, high, 50)
+        rollout = train + rng.normal(0.0, 0.3, 50)
+        found = differences(
+            report_of(train, rollout).metrics, audit([Sample(train.tolist(), rollout.tolist())], total_known=False)
+        )
+        assert not found
+        assert abs(report_of(train, rollout).metrics["prob_pearson"]) > 0.5
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_all_figures_are_those_of_exact_sums(kind: Callable[..., np.ndarray]) -> None:
     """Every figure against the oracle's `Fraction` sums: those of d and T to the last bits.
@@ -218,7 +239,7 @@ def test_order_of_tokens_leaves_no_trace() -> None:
     first = report_of(train, rollout).metrics
     for _ in range(5):
         order = rng.permutation(3000)
-        again = report_of(train[order], rollout[order]).metrics
+        again = report_of(train[order], rollout[order], position=torch.from_numpy(order)).metrics
         assert {k: v.hex() if isinstance(v, float) else v for k, v in again.items()} == {
             k: v.hex() if isinstance(v, float) else v for k, v in first.items()
         }

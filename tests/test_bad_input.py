@@ -186,7 +186,8 @@ def test_misuse_raises_at_once(update: dict[str, Any], sentence: str) -> None:
     [
         ({"quantiles": ("-0.1",)}, "quantile.*-0.1"), ({"quantiles": ("1.5",)}, "quantile.*1.5"),
         ({"quantiles": (math.nan,)}, "quantile.*nan"), ({"mode": "loud"}, "mode.*loud"),
-        ({"grouping_power": 9}, "grouping_power.*9"), ({"worst_k": 0}, "worst_k.*0"), ({"eps_low": -0.1}, "eps_low.*-0.1"),
+        ({"grouping_power": 9}, "grouping_power.*9"), ({"worst_k": 0}, "worst_k.*0"),
+        ({"eps_low": -0.1}, "eps_low.*-0.1"),
     ],
 )  # fmt: skip
 def test_a_bad_configuration_is_refused(settings: dict[str, Any], sentence: str) -> None:
@@ -364,15 +365,23 @@ def test_a_shard_of_the_wrong_shape_fails_the_update(shape: tuple[int, ...]) -> 
     assert "4" in said(collector) and str(tuple(shape)) in said(collector)
 
 
-def test_ids_of_a_pack_belong_to_tokens_even_when_samples_are_as_many() -> None:
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_ids_of_a_pack_belong_to_tokens_even_when_samples_are_as_many(cp_size: int) -> None:
     """Two sequences, one empty, and two tokens: what is given per token stays per token.
 
     Kills: a field taken as one value a sample because its length happens to be the number of samples.
     """
-    batch = TokenBatch.from_packed(
-        torch.tensor([-1.0, -5.0]), torch.tensor([-2.0, -4.5]), torch.tensor([1, 1]), cu_seqlens=torch.tensor([0, 0, 2]),
-        token_ids=torch.tensor([8, 9]), rollout_token_ids=torch.tensor([8, 7]), sample_index=torch.tensor([40, 41]),
-    )  # fmt: skip
+    arrays = torch.tensor([-1.0, -5.0]), torch.tensor([-2.0, -4.5]), torch.tensor([1, 1])
+    fields = {
+        "token_ids": torch.tensor([8, 9]),
+        "rollout_token_ids": torch.tensor([8, 7]),
+        "sample_index": torch.tensor([40, 41]),
+    }
+    bounds = torch.tensor([0, 0, 2 * cp_size])
+    if cp_size == 1:
+        batch = TokenBatch.from_packed(*arrays, cu_seqlens=bounds, **fields)
+    else:
+        batch = TokenBatch.from_cp_shard(*arrays, cp_rank=0, cp_size=cp_size, cu_seqlens_padded=bounds, **fields)
     report = observe(batch)
     assert report.warnings == {"token_mismatch": 1}
     assert (report.worst_tokens[0].token_id, report.worst_tokens[0].sample_index) == (8, 41)

@@ -229,8 +229,8 @@ def test_b11_none_and_nan_from_the_engine(form: str) -> None:
         report = observe({"train_log_probs": B11_TRAIN, "rollout_log_probs": rollout, "mask": [1] * 5})
     assert report.warnings == warnings
     assert_metrics(
-        report, compared_token_count=3, active_token_count=5, dlogp_mean=0.01, abs_dlogp_mean=0.07 / 3, abs_dlogp_max=0.05,
-        compared_coverage=0.6,
+        report, compared_token_count=3, active_token_count=5, compared_coverage=0.6,
+        dlogp_mean=0.01, abs_dlogp_mean=0.07 / 3, abs_dlogp_max=0.05,
     )  # fmt: skip
 
 
@@ -631,7 +631,8 @@ def test_b39_an_overflow_is_counted_and_poisons_nothing() -> None:
     ("drift", "overflowing"),
     [
         (44.0, ()), (45.0, ("chi2_0", "ess0")), (88.0, ("chi2_0", "ess0")),
-        (89.0, ("ratio0_mean", "chi2_0", "ess0", "approx_kl0", "mult_prob_error")), (-88.0, ()), (-89.0, ("mult_prob_error",)),
+        (89.0, ("ratio0_mean", "chi2_0", "ess0", "approx_kl0", "mult_prob_error")),
+        (-88.0, ()), (-89.0, ("mult_prob_error",)),
         (800.0, ("ratio0_mean", "chi2_0", "ess0", "approx_kl0", "mult_prob_error")), (-800.0, ("mult_prob_error",)),
     ],
 )  # fmt: skip

@@ -372,8 +372,9 @@ def test_an_empty_state_has_nulls_and_no_zeros() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        AuditConfig(grouping_power=7), AuditConfig(worst_k=5), AuditConfig(eps_high=0.3), AuditConfig(quantiles=("0.5",)),
-        AuditConfig(sentinel_floor=-500.0), AuditConfig(breakdowns={"engine": ("e0",)}),
+        AuditConfig(grouping_power=7), AuditConfig(worst_k=5), AuditConfig(eps_high=0.3),
+        AuditConfig(quantiles=("0.5",)), AuditConfig(sentinel_floor=-500.0),
+        AuditConfig(breakdowns={"engine": ("e0",)}),
     ],
     ids=["grouping_power", "worst_k", "eps_high", "quantiles", "sentinel_floor", "breakdowns"],
 )  # fmt: skip
@@ -473,15 +474,15 @@ def pair(train: list[float], rollout: list[float]) -> tuple[torch.Tensor, torch.
 
 def test_update_keeps_no_graph_and_writes_no_input() -> None:
     """Kills: a missing `no_grad`; `masked_fill_` on the caller's tensor; a kept reference to the input."""
-    train = torch.randn(3, 5).clamp(max=0.0).requires_grad_()
+    train = (-torch.arange(15.0).reshape(3, 5)).requires_grad_()
     scaled = train * 1.0
-    rollout, mask = scaled.detach() - 0.1, (torch.rand(3, 5) < 0.7)
+    rollout, mask = scaled.detach() - 0.1, (torch.arange(15).reshape(3, 5) % 4 != 1)
     rollout[0, 0] = math.nan
     fields = {"token_ids": torch.arange(15).reshape(3, 5), "sample_index": torch.arange(3)[:, None]}
     given = {"train_log_probs": scaled, "rollout_log_probs": rollout, "mask": mask, **fields}
     copies, versions = {n: v.detach().clone() for n, v in given.items()}, {n: v._version for n, v in given.items()}
-    collector = Collector(CONFIG)
-    collector.update(**given)
+    collector = collect(given)
+    assert collector.compute().complete and collector.compute().metrics["compared_token_count"] > 5
     assert {name: value._version for name, value in given.items()} == versions
     assert all(torch.equal(given[n].detach().nan_to_num(), copies[n].nan_to_num()) for n in given)
     assert not collector.pack().requires_grad

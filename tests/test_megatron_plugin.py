@@ -6,7 +6,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,9 +160,7 @@ def parallel_state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         get_model_parallel_group=getter("mp"),
     )
     state.model_parallel_is_initialized = lambda: state.initialized
-    for name in ("megatron", "megatron.core"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["megatron.core"].parallel_state = state
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     return state
 
 

@@ -151,6 +151,12 @@ def test_frameworks_names_and_per_sample_mappings() -> None:
     }
 
 
+def test_the_audits_own_column_goes_first() -> None:
+    """Rank data may still hold the column of the whole batch beside the rank's part."""
+    (part,) = partition_metadata({"turn": [0, 1], "rlk_audit_turn": [3, 4]}, [[1]])
+    assert part[audit_key("turn")] == [4]
+
+
 @pytest.mark.parametrize("one", ["c1", torch.tensor(3), np.int64(3)])
 def test_one_value_stands_for_all_samples(one: Any) -> None:
     """Kills: a text cut into its letters."""
@@ -242,7 +248,7 @@ def test_fields_of_a_batch() -> None:
     assert all(ids.dtype == torch.int64 for ids in (*fields.values(), *labels.values()))
 
 
-@pytest.mark.parametrize("version", [10, -1, 2**63, "v3", "", "٣", 2.5, [], [4, "default"], [4, None]])
+@pytest.mark.parametrize("version", [10, 12, -1, 2**63, "v3", "", "٣", 2.5, [], [4, "default"], [4, None]])
 def test_a_version_that_cannot_be_is_unknown(version: Any) -> None:
     """Newer than the trainer's, no number, or mixed with one that is not known: never a claim of 0 updates."""
     fields = batch_fields(metadata(weight_version=[version, 4]), CONFIG, trainer_version=9)

@@ -54,7 +54,8 @@ def summary_line(report: StepReport) -> str:
     parts += [f"{name} {_short(metrics[key])}" for name, key in LINE_METRICS.items() if key in metrics]
     if report.worst_tokens:
         worst = report.worst_tokens[0]
-        parts.append(f"worst sample {worst.sample_index} pos {worst.token_position} rank {worst.rank}")
+        labels = "".join(f" {label} {code}" for label, code in worst.labels.items())
+        parts.append(f"worst sample {worst.sample_index} pos {worst.token_position} rank {worst.rank}{labels}")
     parts += [f"{code}={count}" for code, count in report.warnings.items()]
     parts += report.notes
     if report.verdict is not None and not report.verdict.passed:

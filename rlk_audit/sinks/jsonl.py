@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections import deque
 from pathlib import Path
 
@@ -100,10 +99,9 @@ def _write_whole(file: int, line: bytes) -> None:
 def _is_at(file: int, path: Path) -> bool:
     """Return whether an open file is still the one that stands at the path."""
     try:
-        there = path.stat()
+        return os.path.samestat(path.stat(), os.fstat(file))
     except FileNotFoundError:
         return False
-    return not stat.S_ISREG(there.st_mode) or os.path.samestat(there, os.fstat(file))
 
 
 def _next_free(path: Path) -> Path:

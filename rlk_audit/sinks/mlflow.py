@@ -40,9 +40,8 @@ class MlflowSink:
         self._mlflow = load_package("mlflow", "mlflow")
         self._client = self._mlflow.MlflowClient(tracking_uri=tracking_uri)
         self._owns_run = run_id is None
-        self.run_id = (
-            self._start(experiment, artifact_dir) if run_id is None else self._client.get_run(run_id).info.run_id
-        )
+        run = self._start(experiment, artifact_dir) if run_id is None else self._client.get_run(run_id)
+        self.run_id: str = run.info.run_id
         self._table_interval = table_interval
         self._accept_rank_scope = accept_rank_scope
         self._reports = 0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import rlk_audit.allreduce
 from rlk_audit import AuditConfig, Auditor, Collector, LayoutMismatchError, StepReport, all_reduce
-from rlk_audit.allreduce import agree_on_layout
+from rlk_audit.allreduce import agree_on_layout, mark_agreed
 
 pytestmark = pytest.mark.skipif("int(os.environ.get('WORLD_SIZE', '1')) < 2", reason="needs two ranks")
 
@@ -119,6 +119,20 @@ def test_vectors_of_other_settings_are_told_apart_after_the_sum() -> None:
     """Of one length but another meaning, reduced without an agreement: every rank sees it in the summed rows."""
     odd = dist.get_world_size() - 1
     collector = Collector(AuditConfig(eps_low=0.3 if dist.get_rank() == odd else 0.2))
+    mark_agreed(collector)
     found = "ranks " + ("0" if dist.get_rank() == odd else str(odd))
     with pytest.raises(LayoutMismatchError, match=f"group {found}.* did not pack with this configuration"):
         all_reduce(collector)
+
+
+def test_all_reduce_of_odd_collectors_raises_instead_of_ending_the_process() -> None:
+    """Their vectors differ in length. Kills: an agreement that only an Auditor makes."""
+    with pytest.raises(LayoutMismatchError, match="worst_k is"):
+        all_reduce(Collector(AuditConfig(worst_k=4 + dist.get_rank() % 2)))
+
+
+def test_a_collector_agrees_once_for_a_group(collectives: list[tuple[Any, ...]]) -> None:
+    collector = Collector()
+    for _ in range(3):
+        all_reduce(collector)
+    assert [name for name, *_ in collectives] == ["all_gather", "all_reduce", "all_reduce", "all_reduce"]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from agreement import agreed
 from oracle import Sample
 from strategies import bits, cut, random_samples, without_layout, worst_of
 
 from rlk_audit import AuditConfig, Collector, Pending, StepReport, TokenBatch, all_reduce
-from rlk_audit.allreduce import agree_on_layout
 from rlk_audit.layout import StateLayout
 
 CONFIG = AuditConfig(breakdowns={"engine": ("e0", "e1")}, worst_k=5)
@@ -126,7 +126,6 @@ def test_any_group_reduces_its_own_ranks_alone(collectives: list[tuple[Any, ...]
         collectives.clear()
         if dist.get_rank() not in ranks:
             continue
-        agree_on_layout(CONFIG, group)
         collector = Collector(CONFIG)
         # rank r holds r + 1 tokens, the largest drift of the group on its last rank
         add(collector, [0.1 * (dist.get_rank() + 1)] * (dist.get_rank() + 1), sample_index=dist.get_rank())
@@ -147,8 +146,8 @@ def test_one_all_reduce_a_step_of_one_length(gathered, collectives: list[tuple[A
     size = dist.get_world_size()
     expected = [] if size == 1 else [("all_reduce", StateLayout(CONFIG, size).length, torch.int64)]
     for seed in range(4):
+        collector = agreed(Collector(CONFIG))
         collectives.clear()
-        collector = Collector(CONFIG)
         for microbatch in range(dist.get_rank() * seed):
             add(collector, [0.1 * microbatch] * (1 + seed), microbatch=microbatch)
             collector.compute()
@@ -177,7 +176,8 @@ def test_steps_do_not_leak_into_each_other(collectives: list[tuple[Any, ...]]) -
 def test_async_report_is_that_of_the_call(collectives: list[tuple[Any, ...]]) -> None:
     """What happens to the collector while the reduction goes on does not reach it."""
     size = dist.get_world_size()
-    collector = Collector(CONFIG)
+    collector = agreed(Collector(CONFIG))
+    collectives.clear()
     add(collector, [0.5] * (dist.get_rank() + 1))
     pending = all_reduce(collector, async_op=True)
     assert isinstance(pending, Pending)
@@ -196,7 +196,7 @@ def test_async_report_is_that_of_the_call(collectives: list[tuple[Any, ...]]) ->
 def test_async_call_does_not_wait_for_the_others(shared_dir: Path) -> None:
     """Rank 0 must come back from its call before any other rank makes one."""
     started = shared_dir / "started"
-    collector = Collector(CONFIG)
+    collector = agreed(Collector(CONFIG))
     if dist.get_rank() == 0:
         pending = all_reduce(collector, async_op=True)
         assert not pending.done()

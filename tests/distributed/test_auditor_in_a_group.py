@@ -67,7 +67,7 @@ def test_sinks_are_used_on_the_writing_rank_alone(writer: int | None, gathered) 
     observe(auditor)
     auditor.step(3)
     auditor.close()
-    expected: list[Any] = [([], 0)] * size
+    expected: list[Any] = [([], 1)] * size
     expected[0 if writer is None else size + writer] = ([3, "run"], 1)
     assert gathered((sink.steps, sink.closed)) == expected
 

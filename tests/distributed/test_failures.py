@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from agreement import agreed
 from strategies import bits, without_layout
 
 import rlk_audit.collector
@@ -76,7 +77,8 @@ def test_a_failed_update_on_one_rank(
 ) -> None:
     """Kills: a failed rank that skips the reduction; half of a batch committed; `complete` known to one rank alone."""
     failing %= dist.get_world_size()
-    collector = Collector()
+    collector = agreed(Collector())
+    collectives.clear()
     add(collector, dist.get_rank(), 0)
     with caplog.at_level(logging.WARNING, logger="rlk_audit.collector"):
         if dist.get_rank() == failing:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from agreement import agreed
 from strategies import bits, without_layout
 
 from rlk_audit import AuditConfig, Collector, StepReport, all_reduce
@@ -62,6 +63,7 @@ def test_b20_a_rank_without_tokens_stays_in_the_reduction(other, warnings, gathe
         collector = collected([0.1, 0.3], ENGINES, labels={"engine": 0})
     else:
         other(collector)
+    agreed(collector)
     collectives.clear()
     report = all_reduce(collector)
     assert collectives == [("all_reduce", len(collector.pack(0, dist.get_world_size())), torch.int64)]
@@ -93,6 +95,7 @@ def test_b21_the_buffer_never_depends_on_the_values(collectives) -> None:
     of(b21_values(dist.get_rank()), collector)
     for rank in range(dist.get_world_size()):
         of(b21_values(rank), union)
+    agreed(collector)
     collectives.clear()
     report = all_reduce(collector)
     assert collectives == [("all_reduce", len(Collector().pack(0, dist.get_world_size())), torch.int64)]

@@ -117,7 +117,7 @@ def test_a_late_step_is_reported_a_step_later(gathered, collectives: list[tuple[
     collectives.clear()
     auditor.close()
     assert collectives == []
-    assert gathered(written) == [[1, 2, 3, None, "closed"]] + [[]] * (size - 1), "the last step is not lost"
+    assert gathered(written) == [[1, 2, 3, None, "closed"]] + [["closed"]] * (size - 1), "the last step is not lost"
 
 
 # --- tensor-parallel replicas -----------------------------------------------------------------------------------------
