@@ -14,6 +14,7 @@ This is the only module that names megatron; it imports nothing of it, and finds
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import logging
 import sys
@@ -36,9 +37,13 @@ from rlk_audit.allreduce import (
 )
 from rlk_audit.auditor import Auditor, close_all
 from rlk_audit.collector import Collector
-from rlk_audit.config import MODES, AuditConfig
+from rlk_audit.config import AuditConfig
+from rlk_audit.evidence import EvidenceBuffer
 from rlk_audit.limits import ConsistencyError
 from rlk_audit.report import StepReport
+from rlk_audit.settings import Settings, resolve_settings
+from rlk_audit.settings import add_rlk_args as add_rlk_args
+from rlk_audit.settings import validate_rlk_args as validate_rlk_args
 from rlk_audit.sinks import Sink
 from rlk_audit.tokens import TokenBatch, Values
 
@@ -49,20 +54,6 @@ ForwardStep = Callable[..., Any]
 FORWARDS = {"old": "recomputed before any update", "current": "training forward"}
 """What may be audited -> what the reports say of it."""
 CURRENT_PREFIX = "rlk_audit_current/"
-
-
-def add_rlk_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the audit's arguments to a parser and return it."""
-    group = parser.add_argument_group("rlk_audit", "audit of train-versus-rollout log-probabilities")
-    group.add_argument(
-        "--rlk-consistency-mode",
-        "--rl-kernel-consistency-mode",
-        dest="rlk_consistency_mode",
-        choices=MODES,
-        default=None,
-        help="off: build nothing; audit: measure and report; strict: stop on a failed verdict (default: off)",
-    )
-    return parser
 
 
 @dataclass(frozen=True)
@@ -134,42 +125,35 @@ def register(
     model: Any = None,
     pg_collection: Any = None,
     group: Group = None,
-    cp_sharded: bool = True,
-    reduction: str = "training",
-    tp_agreement_interval: int = 0,
     forward: str = "old",
     sinks: Sequence[Sink] = (),
     device: str | torch.device | None = None,
+    **in_code: Any,
 ) -> MegatronAudit:
     """Collective: every rank of the training must call this once, on every pipeline stage, whatever its mode.
 
     Args:
-        args: parsed arguments of ``add_rlk_args``; a mode given there goes before the configuration's.
-        config: the audit's settings; the defaults with mode ``off`` if None.
+        args: parsed arguments of ``add_rlk_args``; they go before the environment, a YAML file and ``config``.
+        config: the audit's settings as given in code; without any mode anywhere the audit is ``off``.
         model: model or model chunks, to find the groups by.
         pg_collection: megatron-core's ProcessGroupCollection, goes before the model's.
         group: the group to reduce over, goes before everything else.
-        cp_sharded: True where each context-parallel rank holds its own tokens (pretrain-style code: reduce over data x
-            context parallel), False where log-probabilities were gathered over context parallelism (Megatron-RL style:
-            reduce over data parallel).
-        reduction: ``training`` reduces over the training's own group, ``gloo`` over a gloo group of the same ranks
-            that the audit makes for itself, off the training's stream; if it fails, the audit ends and nothing else.
-        tp_agreement_interval: every so many steps, compare what the tensor-parallel replicas measured; 0 never does.
         forward: which train log-probabilities will be observed: ``old``, recomputed before any update (a step is a
             rollout batch), or ``current``, those of the training forward (a step is an optimizer step), which are
             reported under the prefix ``rlk_audit_current/``. Register twice to audit both.
-        sinks: where reports go; the last rank, which owns a result, uses them.
+        sinks: where reports go, beside those that the settings name; the last rank, which owns a result, uses them.
         device: where the state lives; the current CUDA device if there is one, else the CPU.
+        in_code: other settings of the run as given in code (see ``settings.Settings``), such as ``cp_sharded=False``
+            where log-probabilities were gathered over context parallelism.
 
     Raises:
         LayoutMismatchError: the configurations differ over the ranks; every rank raises the same text.
+        ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up.
     """
-    if reduction not in ("training", "gloo") or forward not in FORWARDS:
-        raise ValueError(
-            f"expected reduction 'training' or 'gloo' and forward {' or '.join(map(repr, FORWARDS))}, "
-            f"got {reduction!r} and {forward!r}"
-        )
-    config = _of_forward(_with_mode(config, args), forward)
+    if forward not in FORWARDS:
+        raise ValueError(f"forward must be {' or '.join(map(repr, FORWARDS))}, got {forward!r}")
+    settings = resolve_settings(args, config, **in_code)
+    config = _of_forward(settings.config, forward)
     agree_on_layout(config)
     if config.mode == "off":
         close_all(sinks)
@@ -179,17 +163,48 @@ def register(
     if not groups.on_last_stage:
         close_all(sinks)
         return MegatronAudit(None, strict)
-    reduction_group = group or (groups.dp_cp if cp_sharded else groups.dp)
-    if reduction == "gloo":
+    reduction_group = group or (groups.dp_cp if settings.cp_sharded else groups.dp)
+    side_group = settings.reduction_group == "gloo"
+    if side_group:
         reduction_group = own_gloo_group(reduction_group)
-    _, world_size = group_place()
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    writer = global_rank() == world_size - 1
+    writer = global_rank() == group_place()[1] - 1
     auditor = Auditor(
-        config, reduction_group, sinks, device, writer=writer, agreed=True, side_group=reduction == "gloo"
+        config,
+        reduction_group,
+        settings.build_sinks(sinks, **_writers_of_the_training()) if writer else sinks,
+        _device() if device is None else device,
+        writer=writer,
+        agreed=True,
+        side_group=side_group,
+        evidence=_evidence(settings, config, groups),
     )
-    return MegatronAudit(auditor, strict, _Replicas(groups.tp, tp_agreement_interval))
+    # A training that ends without `close`, or by an exception, still writes what is there.
+    atexit.register(auditor.close)
+    return MegatronAudit(auditor, strict, _Replicas(groups.tp, settings.tp_agreement_interval))
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _evidence(settings: Settings, config: AuditConfig, groups: ParallelGroups) -> EvidenceBuffer | None:
+    """Return where a failed step's batches are kept; tensor-parallel replicas hold the same, so the first is enough."""
+    if settings.dump_on_fail is None or (groups.tp is not None and group_place(groups.tp)[0] != 0):
+        return None
+    return EvidenceBuffer(settings.dump_on_fail, config=config, max_disk_bytes=settings.dump_max_bytes)
+
+
+def _writers_of_the_training() -> dict[str, Any]:
+    """Return Megatron-LM's TensorBoard writer and W&B run where the training loaded and made them."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    if global_vars is None:
+        return {}
+    return {
+        "tensorboard_writer": global_vars.get_tensorboard_writer(),
+        "wandb_run": global_vars.get_wandb_writer(),
+    }
 
 
 def _of_forward(config: AuditConfig, forward: str) -> AuditConfig:
@@ -197,13 +212,6 @@ def _of_forward(config: AuditConfig, forward: str) -> AuditConfig:
     if forward == "current" and prefix == AuditConfig().prefix:
         prefix = CURRENT_PREFIX
     return replace(config, prefix=prefix, metadata={**config.metadata, "train_log_probs": FORWARDS[forward]})
-
-
-def _with_mode(config: AuditConfig | None, args: argparse.Namespace | None) -> AuditConfig:
-    mode = getattr(args, "rlk_consistency_mode", None)
-    if config is None:
-        return AuditConfig(mode=mode or "off")
-    return config if mode is None else replace(config, mode=mode)
 
 
 @dataclass(frozen=True)
@@ -365,9 +373,15 @@ class MegatronAudit:
         return report
 
     def close(self) -> None:
-        """Close the sinks. No communication."""
+        """Finish what is in flight, write the run's total and close the sinks. Starts no communication."""
         if self.auditor is not None:
             self.auditor.close()
+
+    def __enter__(self) -> MegatronAudit:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def _wrap_loss(
         self, loss_func: Callable[..., Any], evaluation: _Evaluation, attached: dict[str, Any] | None

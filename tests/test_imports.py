@@ -27,7 +27,8 @@ LEVELS = (
     ("collector", "evidence_table"),
     ("allreduce", "evidence", "limits", "sinks"),
     ("setting_values", "auditor"),
-    ("settings", "megatron_plugin"),
+    ("settings",),
+    ("megatron_plugin",),
 )
 """A module, or a folder of modules, may import those of earlier levels and, of its own level, only itself."""
 
@@ -40,7 +41,7 @@ MODULES = sorted(
 
 OPTIONAL = (
     "megatron", "torchmetrics", "rich", "transformers", "tensorboard", "wandb", "mlflow", "pandas", "pyarrow",
-    "safetensors", "hypothesis", "pytest", "vllm", "scipy", "matplotlib",
+    "safetensors", "yaml", "hypothesis", "pytest", "vllm", "scipy", "matplotlib",
 )  # fmt: skip
 
 

@@ -41,7 +41,8 @@ def test_the_argument_has_an_alias_and_no_default() -> None:
     assert parsed().rlk_consistency_mode is None
     assert parsed("--rlk-consistency-mode", "audit").rlk_consistency_mode == "audit"
     assert parsed("--rl-kernel-consistency-mode", "strict").rlk_consistency_mode == "strict"
-    assert vars(parsed()).keys() == {"rlk_consistency_mode"}, "the alias is no second argument"
+    assert set(vars(parsed()).values()) == {None}
+    assert [name for name in vars(parsed()) if "mode" in name] == ["rlk_consistency_mode"], "the alias is no second one"
 
 
 def test_add_rlk_args_returns_the_parser() -> None:
@@ -56,7 +57,7 @@ def test_an_unknown_mode_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--rlk-consistency-mode", "on")
     told = capsys.readouterr().err
-    assert "argument --rlk-consistency-mode/--rl-kernel-consistency-mode: invalid choice: 'on'" in told
+    assert "argument --rlk-consistency-mode/--rl-kernel-consistency-mode: expected one of off, audit, strict" in told
 
 
 @pytest.mark.parametrize(
