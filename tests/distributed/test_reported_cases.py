@@ -52,7 +52,7 @@ def b20_new_kind(collector: Collector) -> None:
     ("other", "warnings"),
     [
         (lambda collector: None, lambda ranks: {}),
-        (b20_masked, lambda ranks: {"missing_metadata": 1}),
+        (b20_masked, lambda ranks: {}),
         (b20_new_kind, lambda ranks: {"rollout_sentinel": ranks, "rollout_nan": ranks}),
     ],
     ids=["no_update", "all_masked", "new_kind"],
