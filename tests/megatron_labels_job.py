@@ -38,9 +38,7 @@ def mean_loss(micro: dict[str, Tensor], output: Tensor) -> tuple[Tensor, dict[st
 
 def attach(audit: MegatronAudit, micro: dict[str, Tensor]) -> None:
     fields = {name: micro[name] for name in ("valid", "sample_index", "rollout_id", "token_position")}
-    audit.attach(
-        micro["rollout_log_probs"], micro["mask"], token_ids=micro["labels"], weight_version=0, **fields
-    )  # fmt: skip
+    audit.attach(micro["rollout_log_probs"], micro["mask"], token_ids=micro["labels"], weight_version=0, **fields)
 
 
 def observe_shard(audit: MegatronAudit, micro: dict[str, Tensor], output: Tensor) -> None:
