@@ -240,7 +240,9 @@ class Collector:
 
     def _integers(self, name: str, values: PerToken, shape: torch.Size) -> Tensor:
         """Return integer ids on the device, expanded to ``shape`` without a copy; None gives -1."""
-        ids = torch.as_tensor(-1 if values is None else values, device=self.device)
+        if values is None or isinstance(values, int):  # filled on the device: copying a host value would wait for it
+            return torch.full((), -1 if values is None else values, dtype=torch.int64, device=self.device).expand(shape)
+        ids = torch.as_tensor(values, device=self.device)
         if ids.numel() and (ids.is_floating_point() or ids.is_complex()):  # an empty list makes a float tensor
             raise ValueError(f"{name} must be integers, got {ids.dtype}")
         try:
@@ -259,10 +261,11 @@ class Collector:
     def _count_batch(self, state: State, batch: TokenBatch, shape: torch.Size, tokens: FlatTokens) -> None:
         """Count what concerns the batch as a whole."""
         filled = tokens.train.numel() > 0
+        refused = batch.refused_active
         counts: dict[str, int | Tensor] = {
             "updates": 1,
             "length_mismatch": batch.refused_samples,
-            "rejected": torch.as_tensor(batch.refused_active).to(self.device),
+            "rejected": refused if isinstance(refused, int) else refused.to(self.device),
             "total": batch.refused_total,
         }
         if batch.valid is None:

@@ -300,9 +300,13 @@ class MegatronAudit:
         if microbatch is None and evaluation is not None:
             microbatch = evaluation.microbatch
         if weight_version is not None:
-            version = torch.as_tensor(weight_version)
-            fields["updates_since_rollout"] = torch.where(version < 0, -1, self.weight_version - version)
+            fields["updates_since_rollout"] = self._updates_since(weight_version)
         self.auditor.update(train_log_probs, rollout_log_probs, mask, microbatch=microbatch, **fields)
+
+    def _updates_since(self, version: int | Tensor) -> int | Tensor:
+        if isinstance(version, int):
+            return -1 if version < 0 else self.weight_version - version
+        return torch.where(version < 0, -1, self.weight_version - version)
 
     def attach(self, rollout_log_probs: Values | None, mask: Values, **fields: Any) -> None:
         """Inside a wrapped forward step: give what ``labels=`` training lacks, shaped as the per-token loss.

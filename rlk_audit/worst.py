@@ -43,7 +43,8 @@ def select_worst(
             tied = tied & (key == lowest)
         chosen.append(lowest)
         exists.append(largest >= 0)
-        taken = sample == sample[lowest] if per_sample else tied
+        # A scalar tensor as an index would be read on the host.
+        taken = sample == sample.index_select(0, lowest[None]) if per_sample else tied
         remaining = torch.where(taken, NO_TOKEN, remaining)
     return torch.stack(chosen), torch.stack(exists)
 
