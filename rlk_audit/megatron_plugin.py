@@ -379,6 +379,7 @@ class MegatronAudit:
     def close(self) -> None:
         """Finish what is in flight, write the run's total and close the sinks. Starts no communication."""
         if self.auditor is not None:
+            atexit.unregister(self.auditor.close)
             self.auditor.close()
 
     def __enter__(self) -> MegatronAudit:

@@ -1,7 +1,7 @@
 """Nothing of an update is read on the host, unless the state itself lives there.
 
-The meta device holds shapes and no values, so whatever reads a value (`.item()`, `nonzero`, a boolean index, a branch on
-a tensor) raises there. It stands in for CUDA, where the same read would wait for the device.
+The meta device holds shapes and no values, so whatever reads a value (`.item()`, `nonzero`, a boolean index, a branch
+on a tensor) raises there. It stands in for CUDA, where the same read would wait for the device.
 """
 
 from __future__ import annotations

@@ -20,6 +20,15 @@ GROUPS = ("dp", "dp_cp", "tp", "pp", "mp")
 
 
 @pytest.fixture(autouse=True)
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What would run when the process ends; here it must not run behind the tests."""
+    calls: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", calls.append)
+    monkeypatch.setattr("atexit.unregister", calls.remove)
+    return calls
+
+
+@pytest.fixture(autouse=True)
 def no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
 
@@ -488,3 +497,15 @@ def test_strict_stops_at_the_step_that_failed() -> None:
     observe(audit, 0.5)
     with pytest.raises(ConsistencyError, match=r"^step 2 failed its verdict: abs_dlogp_max is 0.5, must be <= 0.4\. "):
         audit.step_end(2)
+
+
+def test_a_training_that_ends_without_close_still_writes_what_is_there(at_exit: list[Callable[[], None]]) -> None:
+    """Kills: an exit handler that is not registered, or that stays when the handle was closed."""
+    written: list[str] = []
+    sink = SimpleNamespace(write=lambda report: written.append(report.kind), close=lambda: written.append("closed"))
+    with register(config=AuditConfig(), sinks=[sink]) as audit:
+        observe(audit, 0.5)
+        audit.step_end(1)
+        assert at_exit == [audit.auditor.close]
+    assert written == ["step", "run", "closed"]
+    assert at_exit == []
