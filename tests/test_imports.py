@@ -29,6 +29,7 @@ LEVELS = (
     ("setting_values", "auditor"),
     ("settings",),
     ("megatron_plugin",),
+    ("megatron_pretrain",),
 )
 """A module, or a folder of modules, may import those of earlier levels and, of its own level, only itself."""
 
