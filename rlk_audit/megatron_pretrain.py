@@ -84,7 +84,6 @@ class PretrainAudit:
             if "extra_args_provider" in signature.parameters:
                 provider = bound.arguments.get("extra_args_provider")
                 bound.arguments["extra_args_provider"] = _with_rlk_args(provider)
-            self.audit = MegatronAudit(None)
             try:
                 with _replaced(loop, self._hooks(loop)):
                     return pretrain(*bound.args, **bound.kwargs)

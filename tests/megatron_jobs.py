@@ -6,15 +6,19 @@ Reads one request a line, `{"job": ..., "ranks": ..., "arguments": [...], "log":
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron_labels_job import train_on_labels
+from megatron_pretrain_loop_job import train_by_pretrain
 
 import engines.hf  # noqa: F401  # so that no rank has to import it
 import fork_launch
@@ -34,15 +38,20 @@ def strict_example(arguments: list[str]) -> None:
         raise
 
 
-def labels(arguments: list[str]) -> None:
+def train_on_batches(training: Callable[[argparse.Namespace], None], arguments: list[str]) -> None:
     args = train.parse_args(arguments)
     train.start_parallel(args)
-    train_on_labels(args)
+    training(args)
     dist.barrier()
     dist.destroy_process_group()
 
 
-JOBS = {"example": train.main, "strict_example": strict_example, "labels": labels}
+JOBS = {
+    "example": train.main,
+    "strict_example": strict_example,
+    "labels": partial(train_on_batches, train_on_labels),
+    "pretrain": partial(train_on_batches, train_by_pretrain),
+}
 
 
 def run(job: str, ranks: int, arguments: list[str], log: str) -> dict[str, int | bool]:

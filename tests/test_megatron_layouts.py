@@ -151,6 +151,20 @@ def labels_run(request: pytest.FixtureRequest, jobs: Jobs, tmp_path_factory: pyt
     return SimpleNamespace(layout=layout, out=out)
 
 
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.layouts] * (name != "pp2_vpp2")) for name in LABELS_LAYOUTS],
+)
+def pretrain_run(
+    request: pytest.FixtureRequest, jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
+    """The same training run by `pretrain`, which starts and steps the audit itself."""
+    layout = LABELS_LAYOUTS[request.param]
+    out = tmp_path_factory.mktemp(f"pretrain_{request.param}") / "out"
+    jobs.succeed("pretrain", layout.ranks, out, *layout.arguments.split(), *SMALL)
+    return SimpleNamespace(layout=layout, out=out)
+
+
 def read_reports(out: Path) -> dict[int | None, StepReport]:
     """Step -> report; None -> the total of the run."""
     reports = [StepReport.from_dict(json.loads(line)) for line in (out / "audit.jsonl").read_text().splitlines()]
@@ -277,12 +291,10 @@ def test_losses_and_weights_are_those_of_a_run_without_the_audit(run: SimpleName
 # --- training by labels= ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("step", STEPS)
-def test_attached_figures_are_those_of_the_recorded_losses(labels_run: SimpleNamespace, form: str, step: int) -> None:
+def assert_labels_figures(run: SimpleNamespace, form: str, step: int) -> None:
     """In the second step the schedule runs twice, with other losses the second time: the first ones count. Around each
     step there is an evaluation, which does not."""
-    folder, layout = labels_run.out / form / "audit", labels_run.layout
+    folder, layout = run.out / form / "audit", run.layout
     shards = shards_of_step(folder / "record", layout, step)
     samples = whole_samples(one_copy(shards, layout), updates_since_rollout=step - 1)
     masked = sum(not active for sample in samples for active in sample.mask)
@@ -294,11 +306,35 @@ def test_attached_figures_are_those_of_the_recorded_losses(labels_run: SimpleNam
     assert_places(report, shards, layout)
 
 
+def assert_same_training(run: SimpleNamespace, form: str) -> None:
+    off, audited = (json.loads((run.out / form / mode / "run.json").read_text()) for mode in ("off", "audit"))
+    assert len(off["losses"]) >= len(STEPS)
+    assert off == audited
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_attached_figures_are_those_of_the_recorded_losses(labels_run: SimpleNamespace, form: str, step: int) -> None:
+    assert_labels_figures(labels_run, form, step)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_labels_training_is_the_one_without_the_audit(labels_run: SimpleNamespace, form: str) -> None:
-    off, audited = (json.loads((labels_run.out / form / mode / "run.json").read_text()) for mode in ("off", "audit"))
-    assert len(off["losses"]) == len(STEPS)
-    assert off == audited
+    assert_same_training(labels_run, form)
+
+
+@pytest.mark.parametrize("form", ["sum", "observed"])
+@pytest.mark.parametrize("step", STEPS)
+def test_figures_under_pretrain_are_those_of_the_recorded_losses(
+    pretrain_run: SimpleNamespace, form: str, step: int
+) -> None:
+    assert_labels_figures(pretrain_run, form, step)
+
+
+@pytest.mark.parametrize("form", ["sum", "observed"])
+def test_pretrain_is_the_one_without_the_audit(pretrain_run: SimpleNamespace, form: str) -> None:
+    assert_same_training(pretrain_run, form)
+    assert list(read_reports(pretrain_run.out / form / "audit")) == [*STEPS, None]
 
 
 # --- strict -----------------------------------------------------------------------------------------------------------
