@@ -16,6 +16,7 @@ from rlk_audit.limits import ConsistencyError, Judge, failure_message
 from rlk_audit.report import LayoutMismatchError, StepReport
 from rlk_audit.run_total import RunTotal
 from rlk_audit.sinks import Sink
+from rlk_audit.warning_log import WarningLog
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Auditor:
         if self.collector is not None:
             mark_agreed(self.collector, group)
         self._sinks: tuple[Sink, ...] = ()
+        self._warnings = WarningLog() if writes else None
         if writes and self.collector is not None:
             self._sinks = tuple(sinks)
         else:
@@ -89,10 +91,15 @@ class Auditor:
         if self._evidence is not None:
             self._evidence.keep(batch, microbatch)
 
-    def step(self, step: int) -> StepReport | None:
+    def step(self, step: int, *, expected_active_tokens: int | None = None) -> StepReport | None:
         """Collective: every rank of the group must call this at the end of a step, whatever it collected.
 
         Reduces, judges, writes to the sinks and starts the next step.
+
+        Args:
+            step: the step's number.
+            expected_active_tokens: the training's own count of the step's active tokens over all ranks, positive; the
+                report warns if it counted another number, as with a wrong group or tokens that were given twice.
 
         Returns:
             The group's report; with ``lag=1`` that of the step before, None at first; None when the mode is ``off``.
@@ -100,15 +107,17 @@ class Auditor:
         Raises:
             ConsistencyError: the mode is ``strict`` and the step failed its verdict; every rank of the group raises it.
         """
-        report = self.end_step(step)
+        report = self.end_step(step, expected_active_tokens=expected_active_tokens)
         if report is not None and (message := self.failure(report)) is not None:
             raise ConsistencyError(message)
         return report
 
-    def end_step(self, step: int) -> StepReport | None:
+    def end_step(self, step: int, *, expected_active_tokens: int | None = None) -> StepReport | None:
         """Collective: as ``step``, but a failed verdict is left to the caller, who asks ``failure``."""
         if self.collector is None:
             return None
+        if expected_active_tokens is not None:
+            self.collector.expect_active(expected_active_tokens)
         try:
             return self._reduce(self.collector, step)
         except RuntimeError as error:
@@ -185,6 +194,8 @@ class Auditor:
         self._keep_evidence(report)
         self._total.add(pending.vector, pending.group_size)
         self._last_step = step
+        if self._warnings is not None:
+            self._warnings.tell(step, report)
         self._write(report)
         return report
 

@@ -44,6 +44,7 @@ class Collector:
         self.agreed_group: object = None
         """The process group whose ranks agreed on the settings; kept by ``all_reduce``."""
         self._microbatches: set[int] = set()
+        self._expected_active = 0
         self._error_logged = False
 
     def update(
@@ -95,6 +96,16 @@ class Collector:
             self._count("update_failed")
         self._tell(f"an update failed and nothing of it was counted: {reason}")
 
+    def expect_active(self, tokens: int) -> None:
+        """Say how many active tokens the step has over the whole group; the report warns if it finds another number.
+
+        Raises:
+            ValueError: ``tokens`` is not positive.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise ValueError(f"the expected number of active tokens must be a positive integer, got {tokens!r}")
+        self._expected_active = tokens
+
     def flag(self, name: str) -> None:
         """Set one of FLAGS for the step."""
         with torch.inference_mode(False), torch.no_grad():
@@ -110,6 +121,7 @@ class Collector:
         with torch.inference_mode(False), torch.no_grad():
             self._state.copy_from(self._empty)
         self._microbatches.clear()
+        self._expected_active = 0
         self._error_logged = False
         self.last_error = None
 
@@ -136,7 +148,8 @@ class Collector:
             raise ValueError(f"expected 0 <= group_rank < group_size, got {group_rank} of {group_size}")
         layout = StateLayout(self.config, group_size)
         with torch.inference_mode(False), torch.no_grad():
-            return self._state.pack(layout, group_rank, group_rank if rank is None else rank)
+            place = group_rank if rank is None else rank
+            return self._state.pack(layout, group_rank, place, self._expected_active)
 
     def compute(self) -> StepReport:
         """Return the report of this rank alone (``scope == "rank"``)."""

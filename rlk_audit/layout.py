@@ -76,8 +76,12 @@ ROW_HEADER = (
     *EXTREMES,
     "updates_since_rollout_min",
     "updates_since_rollout_max",
+    "expected_active",
 )
-"""Fields of a rank's row ahead of its worst tokens; ``abs_dlogp_sum`` is float64 bits too."""
+"""Fields of a rank's row ahead of its worst tokens.
+
+``abs_dlogp_sum`` is float64 bits too; ``expected_active`` is what the rank was told of the whole group, 0 if nothing.
+"""
 
 WORST_TOKEN = (
     "valid",

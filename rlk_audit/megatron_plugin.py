@@ -349,12 +349,15 @@ class MegatronAudit:
 
         return schedule
 
-    def step_end(self, iteration: int, updated: bool = True) -> StepReport | None:
+    def step_end(
+        self, iteration: int, updated: bool = True, *, expected_active_tokens: int | None = None
+    ) -> StepReport | None:
         """Collective: every rank of every stage must call this at the end of a step, also of one that was skipped.
 
         Args:
             iteration: the step's number.
             updated: whether the optimizer changed the weights in this step.
+            expected_active_tokens: see ``Auditor.step``; it shows, among others, a wrong ``cp_sharded``.
 
         Returns:
             The group's report on ranks of the last stage, else None.
@@ -368,7 +371,9 @@ class MegatronAudit:
         self.weight_version += updated
         if self.auditor is not None:
             self._replicas.compare(self.auditor.collector, self._steps)
-        report = None if self.auditor is None else self.auditor.end_step(iteration)
+        report = None
+        if self.auditor is not None:
+            report = self.auditor.end_step(iteration, expected_active_tokens=expected_active_tokens)
         if self._strict is not None:
             message = None
             if self.auditor is not None and report is not None:

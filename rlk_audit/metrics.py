@@ -145,7 +145,12 @@ def step_warnings(totals: Totals) -> dict[str, int]:
     """Return every warning code with its count, 0 included."""
     counted = {name: totals.counters[name] for name in TOKEN_WARNINGS + OTHER_COUNTED_WARNINGS}
     flags = {name: totals.flag(name) for name in FLAGS}
-    return counted | flags | {"nothing_compared": int(totals.compared == 0)}
+    expected = totals.column("expected_active")
+    judged = {
+        "unexpected_token_count": int(bool(((expected > 0) & (expected != totals.active)).any())),
+        "nothing_compared": int(totals.compared == 0),
+    }
+    return counted | flags | judged
 
 
 def step_notes(totals: Totals) -> tuple[str, ...]:

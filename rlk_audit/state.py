@@ -107,14 +107,14 @@ class State:
         weight = (place * -7046029254386353131) ^ (place << 31)
         return (self.additive * (weight | 1)).sum()
 
-    def pack(self, layout: StateLayout, group_rank: int, rank: int) -> Tensor:
+    def pack(self, layout: StateLayout, group_rank: int, rank: int, expected_active: int = 0) -> Tensor:
         """Return the vector [layout.length] of this rank: the additive fields and its own row, zeros elsewhere."""
         vector = torch.zeros(layout.length, dtype=torch.int64, device=self.additive.device)
         vector[: layout.additive_length] = self.additive
-        vector[layout.row_slice(group_rank)] = self._row(layout, rank)
+        vector[layout.row_slice(group_rank)] = self._row(layout, rank, expected_active)
         return vector
 
-    def _row(self, layout: StateLayout, rank: int) -> Tensor:
+    def _row(self, layout: StateLayout, rank: int, expected_active: int) -> Tensor:
         counters = self.additive[layout.fields["counters"].slice]
         dlogp_slots = self.additive[layout.fields["sum_dlogp"].slice]
         header: dict[str, int | Tensor] = {
@@ -126,6 +126,7 @@ class State:
             "abs_dlogp_sum": exact_sum.magnitude_sum_float64(dlogp_slots).view(torch.int64),
             "updates_since_rollout_min": self.updates[0],
             "updates_since_rollout_max": self.updates[1],
+            "expected_active": expected_active,
         }
         header |= dict(zip(EXTREMES, self.extremes.view(torch.int64), strict=True))
         row = torch.zeros(layout.row_length, dtype=torch.int64, device=self.additive.device)

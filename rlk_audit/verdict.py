@@ -48,9 +48,14 @@ class Verdict:
         """Whether no limit failed and there is no violation."""
         return not self.failures()
 
+    @property
+    def failed_limits(self) -> tuple[LimitResult, ...]:
+        """The limits that were crossed."""
+        return tuple(result for result in self.limits if result.outcome == FAIL)
+
     def failures(self) -> tuple[str, ...]:
         """Return a sentence on each thing that failed."""
-        return tuple(str(result) for result in self.limits if result.outcome == FAIL) + self.violations
+        return tuple(map(str, self.failed_limits)) + self.violations
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; ``from_dict`` gives an equal verdict back."""

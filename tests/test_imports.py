@@ -25,7 +25,7 @@ LEVELS = (
     ("state", "report"),
     ("measure", "run_total"),
     ("collector", "evidence_table"),
-    ("allreduce", "evidence", "limits", "sinks"),
+    ("allreduce", "evidence", "limits", "sinks", "warning_log"),
     ("setting_values", "auditor"),
     ("settings",),
     ("megatron_plugin",),

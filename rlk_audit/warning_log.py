@@ -1,0 +1,58 @@
+"""WarningLog: puts a run's warnings into the program's log, each with what it means and where to look."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from rlk_audit.report import StepReport
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 100
+"""Steps for which a code is silent after it was told."""
+
+MEANINGS = {
+    "rollout_missing": "tokens without a rollout log-probability; does the engine return one for every sampled token?",
+    "rollout_sentinel": "rollout log-probabilities are an engine's placeholder, such as -9999; look at the engine",
+    "train_sentinel": "train log-probabilities are a masked logit's minimum; the trainer masks sampled tokens",
+    "rollout_nan": "rollout log-probabilities are NaN; the engine's logits are broken",
+    "rollout_neginf": "rollout log-probabilities are -inf: tokens that their own engine holds impossible",
+    "train_nan": "train log-probabilities are NaN; look at the training forward's logits",
+    "train_neginf": "train log-probabilities are -inf; the trainer's filter (top-p, top-k) drops sampled tokens",
+    "positive": "log-probabilities above 0; are these probabilities, losses without their minus, or logits?",
+    "token_mismatch": "token ids of the two sides differ; rows or positions are paired wrongly",
+    "zero_fill_suspect": "rollout log-probabilities are exactly 0, train's are not; prompt or tool tokens in the mask?",
+    "length_mismatch": "samples were refused, because their arrays differ in length",
+    "update_failed": "micro-batches were not counted, so the figures are incomplete; the rank's own log says why",
+    "duplicate_microbatch": "micro-batches came twice and were counted once, as in a rerun or a recomputed loss",
+    "missing_metadata": "a label that was asked for lacks on some tokens, which count as unknown",
+    "missing_rollout_log_probs": "micro-batches lack rollout log-probabilities; is the engine told to return them?",
+    "tp_disagreement": "tensor-parallel ranks measured different log-probabilities of the same tokens",
+    "unexpected_token_count": "not as many active tokens as the training counted; are cp_sharded and the group right?",
+    "nothing_compared": "no token was compared, so nothing is known of the drift",
+}
+"""Warning code -> what it means."""
+
+
+class WarningLog:
+    """Tells each warning code, and each limit that failed, at once and then every INTERVAL steps at most."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, int] = {}
+
+    def tell(self, step: int, report: StepReport) -> None:
+        """Log what the step's report warns of and was not told lately; a run that was resumed earlier tells anew."""
+        for subject, sentence in _sentences(report):
+            told = self._told.get(subject)
+            if told is None or not 0 <= step - told < INTERVAL:
+                self._told[subject] = step
+                logger.warning("step %s: %s", step, sentence)
+
+
+def _sentences(report: StepReport) -> Iterator[tuple[str, str]]:
+    for code, count in report.warnings.items():
+        yield code, f"{code}={count}: {MEANINGS[code]}"
+    if report.verdict is not None:
+        for result in report.verdict.failed_limits:
+            yield f"limit {result.metric}{result.relation}", f"a limit was crossed: {result}"

@@ -1,0 +1,120 @@
+"""What a run's log is told: each code with its meaning, at once and then at an interval."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlk_audit import AuditConfig, Auditor, Collector, StepReport
+from rlk_audit.metrics import Totals, step_warnings
+from rlk_audit.warning_log import INTERVAL, MEANINGS, WarningLog
+
+CONFIG = AuditConfig(limits={"abs_dlogp_max": 0.5})
+
+
+def auditor_of(*writers: bool, config: AuditConfig = CONFIG) -> list[Auditor]:
+    return [Auditor(config, writer=writer) for writer in writers]
+
+
+def step(auditor: Auditor, number: int, drift: float = 0.25, rollout: float = -1.0) -> None:
+    auditor.update(torch.tensor([-1.0 - drift]), torch.tensor([rollout]), torch.ones(1))
+    auditor.step(number)
+
+
+def test_every_code_has_a_meaning() -> None:
+    layout = Collector().layout
+    nothing = Totals.of(torch.zeros(layout.length, dtype=torch.int64).numpy(), layout)
+    assert set(MEANINGS) == set(step_warnings(nothing))
+
+
+def test_a_code_is_told_at_once_and_then_at_an_interval(caplog: pytest.LogCaptureFixture) -> None:
+    (auditor,) = auditor_of(True)
+    for number in range(1, 2 * INTERVAL + 2):
+        step(auditor, number, rollout=float("nan"))
+    told = [message for message in caplog.messages if "rollout_nan" in message]
+    assert [message.split(":")[0] for message in told] == ["step 1", f"step {INTERVAL + 1}", f"step {2 * INTERVAL + 1}"]
+    assert told[0] == f"step 1: rollout_nan=1: {MEANINGS['rollout_nan']}"
+    others = {message.split(": ", 1)[1].split("=")[0] for message in caplog.messages}
+    assert others == {"rollout_nan", "nothing_compared"}, "and each code for itself"
+
+
+def test_a_code_that_comes_later_is_told_then(caplog: pytest.LogCaptureFixture) -> None:
+    (auditor,) = auditor_of(True)
+    for number, rollout in enumerate((float("nan"), -1.0, -9999.0, float("nan")), start=1):
+        step(auditor, number, rollout=rollout)
+    told = [message.split("=")[0] for message in caplog.messages if "nothing_compared" not in message]
+    assert told == ["step 1: rollout_nan", "step 3: rollout_sentinel"]
+
+
+def test_a_crossed_limit_is_told_like_a_code(caplog: pytest.LogCaptureFixture) -> None:
+    """In mode audit the training goes on, so the log is where a crossed limit is seen."""
+    (auditor,) = auditor_of(True)
+    for number, drift in enumerate((0.25, 0.75, 1.0), start=1):
+        step(auditor, number, drift)
+    assert caplog.messages == ["step 2: a limit was crossed: abs_dlogp_max is 0.75, must be <= 0.5"]
+
+
+def test_two_bounds_of_one_metric_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    (auditor,) = auditor_of(True, config=AuditConfig(limits={"abs_dlogp_max": (">=0.5", "<=2")}))
+    for number, drift in enumerate((0.25, 3.0), start=1):
+        step(auditor, number, drift)
+    assert [message.rsplit("must be", 1)[1] for message in caplog.messages] == [" >= 0.5", " <= 2"]
+
+
+def test_a_run_that_was_resumed_earlier_tells_anew(caplog: pytest.LogCaptureFixture) -> None:
+    (auditor,) = auditor_of(True)
+    for number in (50, 51, 40):
+        step(auditor, number, 0.75)
+    assert [message.split(":")[0] for message in caplog.messages] == ["step 50", "step 40"]
+
+
+def test_one_rank_tells(caplog: pytest.LogCaptureFixture) -> None:
+    for auditor in auditor_of(False, True):
+        step(auditor, 1, 0.75)
+    assert len(caplog.messages) == 1
+
+
+def test_nothing_to_warn_of_is_silence(caplog: pytest.LogCaptureFixture) -> None:
+    (auditor,) = auditor_of(True)
+    step(auditor, 1)
+    WarningLog().tell(1, StepReport.from_vector(Collector().pack(), AuditConfig()))
+    assert [message.split("=")[0] for message in caplog.messages] == ["step 1: nothing_compared"]
+
+
+# --- the training's own count -----------------------------------------------------------------------------------------
+
+
+def observed(collector: Collector | Auditor, active: int = 3) -> None:
+    mask = torch.tensor([1] * active + [0] * (5 - active))
+    collector.update(torch.full((5,), -1.5), torch.full((5,), -1.0), mask)
+
+
+def test_another_count_of_tokens_is_warned_of() -> None:
+    """Over two ranks: what counts is the whole group's number, whichever rank was told."""
+    for told, warned in ((6, False), (None, False), (3, True), (12, True)):
+        for rank in (0, 1):
+            collectors = [Collector(), Collector()]
+            for collector in collectors:
+                observed(collector)
+            if told is not None:
+                collectors[rank].expect_active(told)
+            vector = sum(collector.pack(place, 2) for place, collector in enumerate(collectors))
+            report = StepReport.from_vector(vector, AuditConfig(), 2)
+            assert report.warnings == ({"unexpected_token_count": 1} if warned else {}), (told, rank)
+            assert report.metrics["warning_count"] == int(warned)
+
+
+def test_the_count_is_that_of_one_step() -> None:
+    auditor = Auditor()
+    warned = []
+    for number, told in enumerate((3, 4, None, 3), start=1):
+        observed(auditor)
+        warned.append(auditor.step(number, expected_active_tokens=told).warnings)
+    assert warned == [{}, {"unexpected_token_count": 1}, {}, {}]
+    assert auditor.run_total().warnings == {}, "a run has no count of its own"
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.0, True, "3", None])
+def test_a_count_must_be_a_positive_integer(tokens: object) -> None:
+    with pytest.raises(ValueError, match="the expected number of active tokens must be a positive integer, got"):
+        Collector().expect_active(tokens)
