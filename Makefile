@@ -10,13 +10,15 @@ BIN := $(VENV)/bin
 # megatron-core warns at import that TransformerEngine and Apex are not there.
 RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::UserWarning
 
-.PHONY: help install demo test test-layouts test-slow lint format clean
+.PHONY: help install demo test test-layouts test-sinks test-versions test-slow lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo [ENGINE=hf|vllm]  audited GRPO run on megatron-core, 4 processes"
 	@echo "make test                   all tests but the slow ones"
 	@echo "make test-layouts           further Megatron layouts, 2 to 8 processes"
+	@echo "make test-sinks             TensorBoard, W&B and MLflow stores read back"
+	@echo "make test-versions          megatron-core 0.12.3, 0.14.0, 0.16.1 and 0.19.2"
 	@echo "make test-slow              minutes-long tests"
 	@echo "make lint                   ruff and mypy"
 
@@ -43,6 +45,21 @@ test: $(VENV)/.installed
 test-layouts: $(VENV)/.installed
 	$(RUN) $(BIN)/python -m pytest -m layouts
 
+# W&B and MLflow are large, so their stores have an environment of their own.
+$(VENV)-sinks/.installed: pyproject.toml
+	test -x $(VENV)-sinks/bin/python || $(PYTHON) -m venv $(VENV)-sinks
+	$(VENV)-sinks/bin/python -c "import torch" 2>/dev/null || $(VENV)-sinks/bin/pip install --quiet "$(TORCH)"
+	$(VENV)-sinks/bin/pip install --quiet --editable ".[dev,report,tensorboard,wandb,mlflow]"
+	touch $@
+
+test-sinks: $(VENV)-sinks/.installed
+	$(RUN) $(VENV)-sinks/bin/python -m pytest tests/test_sinks.py tests/test_sinks_jsonl.py tests/test_sinks_stores.py \
+		tests/test_sinks_values.py tests/test_settings.py
+
+# Each release of megatron-core in an environment of its own.
+test-versions:
+	$(PYTHON) tools/check_megatron_versions.py --torch "$(TORCH)"
+
 test-slow: $(VENV)/.installed
 	$(RUN) $(BIN)/python -m pytest -m slow
 
@@ -56,4 +73,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info
+	rm -rf $(VENV) $(VENV)-sinks .venvs build dist runs *.egg-info

@@ -88,6 +88,7 @@ class Pending:
         self._config = config
         self.group_size = group_size
         self._report: StepReport | None = None
+        self._host_copy = _PinnedCopy(vector, work) if vector.is_cuda else None
 
     @property
     def vector(self) -> Tensor:
@@ -96,7 +97,8 @@ class Pending:
 
     def done(self) -> bool:
         """Return whether ``wait`` would return at once."""
-        return self._work is None or self._work.is_completed()
+        reduced = self._work is None or self._work.is_completed()
+        return reduced and (self._host_copy is None or self._host_copy.done())
 
     def wait_at_most(self, seconds: float) -> StepReport | None:
         """Return the report if the reduction ends within a time, else None; raises what ``wait`` raises."""
@@ -110,8 +112,35 @@ class Pending:
         if self._report is None:
             if self._work is not None:
                 self._work.wait()
-            self._report = StepReport.from_vector(self._vector, self._config, self.group_size)
+            read = None if self._host_copy is None else self._host_copy.wait
+            self._report = StepReport.from_vector(self._vector, self._config, self.group_size, read=read)
         return self._report
+
+
+class _PinnedCopy:
+    """A reduced vector on its way from CUDA to pinned memory, behind the reduction on a stream of its own.
+
+    So a report that is read a step later waits for nothing that the training has queued since.
+    """
+
+    def __init__(self, vector: Tensor, work: dist.Work | None) -> None:
+        stream = torch.cuda.Stream(vector.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(vector.device))
+        with torch.cuda.stream(stream):
+            if work is not None:
+                work.wait()  # the stream waits, not the host
+            self._host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            self._host.copy_(vector, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(stream)
+        vector.record_stream(stream)
+
+    def done(self) -> bool:
+        return bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Tensor:
+        self._copied.synchronize()
+        return self._host
 
 
 def buffer_device(group: Group, device: torch.device) -> torch.device:

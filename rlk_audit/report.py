@@ -128,7 +128,14 @@ class StepReport:
 
     @classmethod
     def from_vector(
-        cls, vector: Tensor, config: AuditConfig, group_size: int = 1, *, scope: str = "group", step: int | None = None
+        cls,
+        vector: Tensor,
+        config: AuditConfig,
+        group_size: int = 1,
+        *,
+        scope: str = "group",
+        step: int | None = None,
+        read: Callable[[], Tensor] | None = None,
     ) -> StepReport:
         """Make a report of a summed state vector; the numbers are computed when one is first read.
 
@@ -137,6 +144,7 @@ class StepReport:
             config, group_size: those that every rank packed with.
             scope: what the vector covers, ``group`` or ``rank``.
             step: the step's number.
+            read: returns the vector's values on the CPU, where a copy is under way; asked when a number is first read.
 
         Raises:
             ValueError: the vector has another length or dtype.
@@ -153,7 +161,9 @@ class StepReport:
         totals = _read(vector, layout) if vector.device.type == "cpu" else None
 
         def build() -> _Contents:
-            return _contents(_read(vector, layout) if totals is None else totals)
+            if totals is not None:
+                return _contents(totals)
+            return _contents(_read(vector if read is None else read(), layout))
 
         return cls(build, scope=scope, step=step, prefix=config.prefix, metadata=config.metadata)
 
