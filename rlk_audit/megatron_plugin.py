@@ -176,7 +176,7 @@ def register(
         writer=writer,
         agreed=True,
         side_group=side_group,
-        evidence=_evidence(settings, config, groups),
+        evidence=_evidence(settings, config, groups, forward),
     )
     # A training that ends without `close`, or by an exception, still writes what is there.
     atexit.register(auditor.close)
@@ -189,11 +189,14 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _evidence(settings: Settings, config: AuditConfig, groups: ParallelGroups) -> EvidenceBuffer | None:
-    """Return where a failed step's batches are kept; tensor-parallel replicas hold the same, so the first is enough."""
+def _evidence(settings: Settings, config: AuditConfig, groups: ParallelGroups, forward: str) -> EvidenceBuffer | None:
+    """Return where a failed step's batches are kept; tensor-parallel replicas hold the same, so the first is enough.
+
+    Each forward has a folder of its own, since both may be audited in one step.
+    """
     if settings.dump_on_fail is None or (groups.tp is not None and group_place(groups.tp)[0] != 0):
         return None
-    return EvidenceBuffer(settings.dump_on_fail, config=config, max_disk_bytes=settings.dump_max_bytes)
+    return EvidenceBuffer(settings.dump_on_fail / forward, config=config, max_disk_bytes=settings.dump_max_bytes)
 
 
 def _writers_of_the_training() -> dict[str, Any]:

@@ -201,7 +201,12 @@ SETTINGS = (
         "N",
         "compare tensor-parallel replicas every N steps, 0 never (default: 0)",
     ),
-    Setting("dump_on_fail", values.path, "DIR", "folder for the batches of a failed step (default: none is kept)"),
+    Setting(
+        "dump_on_fail",
+        values.path,
+        "DIR",
+        "folder for the batches of a failed step, DIR/old or DIR/current (default: none is kept)",
+    ),
     Setting("dump_max_bytes", _COUNT, "BYTES", "what a rank may write there in all (default: 1000000000)"),
 )
 

@@ -6,6 +6,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -509,3 +510,15 @@ def test_a_training_that_ends_without_close_still_writes_what_is_there(at_exit: 
         assert at_exit == [audit.auditor.close]
     assert written == ["step", "run", "closed"]
     assert at_exit == []
+
+
+def test_two_audits_of_one_step_keep_their_evidence_apart(tmp_path: Path) -> None:
+    """Recomputed log-probabilities and the training forward fail in one step of one rank: neither hides the other."""
+    config = AuditConfig(limits={"abs_dlogp_max": 0.4})
+    for forward in ("old", "current"):
+        audit = register(config=config, forward=forward, dump_on_fail=tmp_path)
+        observe(audit, 0.5)
+        audit.step_end(1)
+        audit.close()
+    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl"))
+    assert kept == [f"{forward}/evidence_step00000001_rank00000.jsonl" for forward in ("current", "old")]
