@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlk_audit import breakdowns, samples
 from rlk_audit.config import AuditConfig
 from rlk_audit.layout import COUNTER_INDEX, FLAGS, StateLayout
 from rlk_audit.measure import FlatTokens, measure
@@ -194,7 +195,7 @@ class Collector:
             values = getattr(batch, name)
             if values is not None and not isinstance(values, (Tensor, np.ndarray, list, tuple)):
                 raise TypeError(f"{name} must be a tensor, an array or a list, got {type(values).__name__}")
-        undeclared = sorted(set(batch.labels) - set(self.config.breakdowns))
+        undeclared = sorted(set(batch.labels) - set(self.config.caller_labels))
         if undeclared:
             raise TypeError(f"label {', '.join(undeclared)} is not declared in AuditConfig.breakdowns")
         return batch
@@ -231,7 +232,20 @@ class Collector:
                 missing = absent if missing is None else missing | absent
         active = self._same_shape(batch, "mask", shape) != 0
         mismatch = self._token_mismatch(batch, shape)
-        return shape, FlatTokens(train.reshape(-1), rollout.reshape(-1), active, missing, mismatch)
+        slot = None
+        if self.config.samples_per_step is not None:
+            slot = self._integers("sample_slot", batch.sample_slot, shape).reshape(-1)
+        codes = self._codes(batch, shape)
+        return shape, FlatTokens(train.reshape(-1), rollout.reshape(-1), active, missing, mismatch, codes, slot)
+
+    def _codes(self, batch: TokenBatch, shape: torch.Size) -> dict[str, Tensor]:
+        """Return each breakdown's codes, flat; ``confidence`` has none before the values are looked at."""
+        labels = self.config.caller_labels
+        codes = {n: self._integers(f"label {n}", batch.labels.get(n), shape).reshape(-1) for n in labels}
+        if "position" in self.config.breakdowns:
+            position = self._integers("token_position", batch.token_position, shape).reshape(-1)
+            codes["position"] = breakdowns.position_codes(position)
+        return codes
 
     def _log_probs(self, name: str, values: Values) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities on the device and, flat, where the caller gave None; train has no such place."""
@@ -287,8 +301,11 @@ class Collector:
             counts["total"] += ((self._same_shape(batch, "valid", shape) != 0) | tokens.active).sum()
         for name, count in counts.items():
             state.additive[COUNTER_INDEX[name]] += count
+        if batch.whole_slots is not None and self.config.samples_per_step is not None:
+            slots = torch.as_tensor(batch.whole_slots, device=self.device).long()
+            samples.add_seen(state.additive[self.layout.fields["samples"].slice], slots)
         present = tokens.active.any()
-        if any(batch.labels.get(name) is None for name in self.config.breakdowns):
+        if any(batch.labels.get(name) is None for name in self.config.caller_labels):
             state.flags += FLAGS["missing_metadata"] * present
         if batch.rollout_log_probs is None:
             state.flags += FLAGS["missing_rollout_log_probs"] * present
@@ -334,9 +351,9 @@ class Collector:
             "microbatch": torch.full_like(chosen, -1 if microbatch is None else microbatch),
             "rank": torch.full_like(chosen, -1),  # known when the state is packed
         }
-        for name, codes in self.config.breakdowns.items():
+        for name in self.config.caller_labels:
             code = picked(f"label {name}", batch.labels.get(name))
-            columns[name] = torch.where((code >= 0) & (code < len(codes)), code, -1)
+            columns[name] = torch.where((code >= 0) & (code < len(self.config.breakdowns[name])), code, -1)
         rows = torch.stack([columns[name] for name in self.layout.worst_fields], dim=1)
         state.worst.copy_(torch.where(exists[:, None], rows, 0))
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +32,22 @@ DEFAULT_STRICT_CLASSES = ("rollout_nan", "rollout_neginf", "train_nan", "positiv
 Bound = float | str
 DEFAULT_QUANTILES = ("0.5", "0.9", "0.99", "0.999")
 MAX_WORST_K = 64
+
+CONFIDENCE_EDGES = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
+_LAST_POSITION_POWER = 16
+POSITION_BUCKETS = (
+    "0",
+    "1",
+    *(f"{1 << power}-{(2 << power) - 1}" for power in range(1, _LAST_POSITION_POWER)),
+    f"{1 << _LAST_POSITION_POWER}-up",
+)
+BUILT_IN_BREAKDOWNS = {
+    "position": POSITION_BUCKETS,
+    "confidence": tuple(f"{low:g}-{high:g}" for low, high in pairwise((0, *CONFIDENCE_EDGES, 1))),
+}
+"""Labels that need no codes of the caller -> their buckets: the position in the response, and exp R."""
+AUTO = "auto"
+"""What stands for a built-in label's buckets in ``AuditConfig.breakdowns``."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-][A-Za-z0-9_./ -]*|")
@@ -71,7 +88,9 @@ class AuditConfig:
         grouping_power: bits of mantissa that make a sketch bin, 5 to 8; 6 gives a relative accuracy of 0.78 %.
         worst_k: worst tokens kept a step, 1 to 64; above 1,024 ranks only the single worst is kept.
         worst_per_sample: ``1`` keeps at most one worst token of a sample; ``None`` sets no bound.
-        breakdowns: label name -> names of its codes, or their number; codes index them, -1 is unknown.
+        breakdowns: label name -> names of its codes, or their number; codes index them, -1 is unknown. The labels
+            ``position`` and ``confidence`` are built in: ``{"position": "auto"}``.
+        samples_per_step: slots of the table of samples, an upper bound of the samples of a step; None keeps no table.
         sentinel_floor: log-probabilities at or below this finite value are placeholders, nats.
         positive_tolerance: log-probabilities above this are not log-probabilities, nats.
         limits: metric's key -> bound (a number, ``"<=0.05"``, ``">=0.9"``, ``"3x_median_50"``), or a list of bounds.
@@ -98,6 +117,7 @@ class AuditConfig:
     worst_k: int = 4
     worst_per_sample: int | None = None
     breakdowns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    samples_per_step: int | None = None
     limits: Mapping[str, Bound | tuple[Bound, ...]] = field(default_factory=dict)
     strict_classes: tuple[str, ...] | None = None
     train_filter: bool = False
@@ -131,6 +151,8 @@ class AuditConfig:
         if self.mode == "strict" and self.lag:
             raise ValueError("mode strict needs lag=0: a step's verdict must be known before the next step begins")
         _require(isinstance(self.train_filter, bool), "train_filter", "True or False", self.train_filter)
+        if self.samples_per_step is not None:
+            _require_integer(self.samples_per_step, "samples_per_step", 1, 2**24)
         object.__setattr__(self, "limits", _canonical_limits(self.limits))
         if self.strict_classes is not None:
             object.__setattr__(self, "strict_classes", tuple(self.strict_classes))
@@ -173,6 +195,11 @@ class AuditConfig:
             return self.strict_classes
         return DEFAULT_STRICT_CLASSES + (() if self.train_filter else ("train_neginf",))
 
+    @property
+    def caller_labels(self) -> tuple[str, ...]:
+        """Labels whose codes the caller gives."""
+        return tuple(name for name in self.breakdowns if name not in BUILT_IN_BREAKDOWNS)
+
     def agreed_values(self) -> dict[str, str]:
         """Return field name -> canonical text of everything that all ranks must agree on."""
         return {name: json.dumps(value) for name, value in self.to_dict().items() if name != "metadata"}
@@ -206,6 +233,12 @@ def _canonical_breakdowns(breakdowns: Mapping[str, Sequence[str] | int]) -> Mapp
         raise TypeError(f"breakdowns must map label names to code names, got {type(breakdowns).__name__}")
     canonical = {}
     for name, codes in breakdowns.items():
+        if name in BUILT_IN_BREAKDOWNS:
+            buckets = BUILT_IN_BREAKDOWNS[name]
+            chosen = codes == AUTO or (not isinstance(codes, (str, int)) and tuple(codes) == buckets)
+            _require(chosen, f"breakdowns[{name!r}]", "'auto', since its buckets are built in", codes)
+            canonical[name] = buckets
+            continue
         _require(isinstance(name, str) and _NAME.fullmatch(name) is not None, "breakdowns", "named by words", name)
         if isinstance(codes, int) and not isinstance(codes, bool):
             _require(codes >= 1, f"breakdowns[{name!r}]", "at least 1 code", codes)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from rlk_audit import exact_sum
+from rlk_audit import breakdowns, exact_sum, samples
 from rlk_audit.config import TOKEN_CLASSES, AuditConfig
 from rlk_audit.sketch import sketch_length
 from rlk_audit.version import __version__
@@ -135,11 +135,14 @@ class StateLayout:
             raise ValueError(f"group_size must be at least 1, got {group_size}")
         self.config = config
         self.group_size = group_size
-        self.labels = tuple(config.breakdowns)
+        self.labels = config.caller_labels
         self.worst_k = 1 if group_size > ONE_WORST_ABOVE else config.worst_k
         self.worst_fields = WORST_TOKEN + self.labels
         lengths = {"counters": len(COUNTERS), "sketch": sketch_length(config.grouping_power)}
         lengths |= {f"sum_{name}": length for name, length in SUMS.items()}
+        lengths |= {breakdown_field(n): (1 + len(c)) * breakdowns.ROW_LENGTH for n, c in config.breakdowns.items()}
+        # Last, so that a run's total, to which slots mean nothing, can be without it.
+        lengths["samples"] = samples.table_length(config.samples_per_step)
         self.fields: dict[str, Field] = {}
         offset = 0
         for name, length in lengths.items():
@@ -160,6 +163,10 @@ class StateLayout:
         """Return the bytes of each part of the vector."""
         sizes = {"counters": 8 * self.fields["counters"].length, "sketch": 8 * self.fields["sketch"].length}
         sizes["sums"] = 8 * sum(f.length for f in self.fields.values() if f.name.startswith("sum_"))
+        for name, codes in self.config.breakdowns.items():
+            sizes[f"breakdown {name} ({len(codes)} codes)"] = 8 * self.fields[breakdown_field(name)].length
+        if self.config.samples_per_step is not None:
+            sizes[f"{self.config.samples_per_step} samples"] = 8 * self.fields["samples"].length
         sizes[f"rows of {self.group_size} ranks"] = 8 * self.group_size * self.row_length
         return sizes
 
@@ -181,6 +188,11 @@ class StateLayout:
                 f"the state would be {8 * self.length} bytes, more than max_state_bytes={self.config.max_state_bytes}: "
                 f"{parts} bytes; ask for less or raise max_state_bytes"
             )
+
+
+def breakdown_field(label: str) -> str:
+    """Return the name of a label's field."""
+    return f"breakdown_{label}"
 
 
 def stable_hash(text: str) -> int:

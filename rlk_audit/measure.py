@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rlk_audit import exact_sum
+from rlk_audit import breakdowns, exact_sum, samples
 from rlk_audit.config import TOKEN_CLASSES, AuditConfig
-from rlk_audit.layout import COUNTER_INDEX, MINIMA, TOKEN_COUNTS, StateLayout
+from rlk_audit.layout import COUNTER_INDEX, MINIMA, TOKEN_COUNTS, StateLayout, breakdown_field
 from rlk_audit.sketch import bin_index
 from rlk_audit.state import State
 from rlk_audit.worst import NO_TOKEN
@@ -33,6 +34,8 @@ class FlatTokens:
         active: bool, mask != 0.
         missing: bool, where the engine gave no value; None = nowhere.
         mismatch: bool, where the token ids of both sides differ; None = nowhere or not known.
+        codes: breakdown -> int64, but for ``confidence``, which the rollout value decides.
+        slot: int64, the sample's place in the table of samples; None = there is no table.
     """
 
     train: Tensor
@@ -40,6 +43,8 @@ class FlatTokens:
     active: Tensor
     missing: Tensor | None
     mismatch: Tensor | None
+    codes: Mapping[str, Tensor] = field(default_factory=dict)
+    slot: Tensor | None = None
 
     def part(self, chunk: slice) -> FlatTokens:
         """Return a stretch of the tokens."""
@@ -49,6 +54,8 @@ class FlatTokens:
             self.active[chunk],
             None if self.missing is None else self.missing[chunk],
             None if self.mismatch is None else self.mismatch[chunk],
+            {name: codes[chunk] for name, codes in self.codes.items()},
+            None if self.slot is None else self.slot[chunk],
         )
 
 
@@ -86,6 +93,13 @@ def _measure_chunk(tokens: FlatTokens, layout: StateLayout, state: State) -> tup
     counters[first : first + len(TOKEN_COUNTS)] += torch.stack([counts[name] for name in TOKEN_COUNTS])
     sketch = state.additive[layout.fields["sketch"].slice]
     sketch.scatter_add_(0, bin_index(dlogp.float(), config.grouping_power), compared.long())
+    for name in config.breakdowns:
+        codes = breakdowns.confidence_codes(rollout) if name == "confidence" else tokens.codes[name]
+        rows = state.additive[layout.fields[breakdown_field(name)].slice]
+        breakdowns.add_tokens(rows, codes, magnitude, compared, magnitude > LN2)
+    if tokens.slot is not None:
+        table = state.additive[layout.fields["samples"].slice]
+        samples.add_tokens(table, tokens.slot, tokens.active, compared, dlogp)
     if train.numel():
         _widen_extremes(state, excluded, dlogp, magnitude, prob_diff)
     return magnitude.masked_fill_(excluded, NO_TOKEN), compared

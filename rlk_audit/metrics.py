@@ -11,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rlk_audit import exact_sum
+from rlk_audit.breakdowns import ROW_LENGTH, UNKNOWN, Bucket, bucket_figures
 from rlk_audit.config import TOKEN_CLASSES, quantile_suffix
-from rlk_audit.layout import COUNTERS, EXTREMES, FLAGS, MINIMA, ROW_HEADER, StateLayout
+from rlk_audit.layout import COUNTERS, EXTREMES, FLAGS, MINIMA, ROW_HEADER, StateLayout, breakdown_field
+from rlk_audit.samples import SampleTable
 from rlk_audit.sketch import (
     MAX_EXPONENT,
     bin_bounds,
@@ -73,12 +75,15 @@ class Totals:
 
     Attributes:
         counters: name -> count. slots: name of a sum -> its slots. sketch: two-sided counts.
+        breakdowns: int64 [buckets, ROW_LENGTH] for each label. samples: the table of samples, or None.
         rows: int64 [group_size, row_length].
     """
 
     counters: Mapping[str, int]
     slots: Mapping[str, Int64s]
     sketch: Int64s
+    breakdowns: tuple[Int64s, ...]
+    samples: SampleTable | None
     rows: Int64s
     layout: StateLayout
 
@@ -90,6 +95,8 @@ class Totals:
             dict(zip(COUNTERS, parts["counters"].tolist(), strict=True)),
             {name.removeprefix("sum_"): part for name, part in parts.items() if name.startswith("sum_")},
             parts["sketch"],
+            tuple(parts[breakdown_field(name)].reshape(-1, ROW_LENGTH) for name in layout.config.breakdowns),
+            SampleTable.of(parts["samples"]) if layout.config.samples_per_step is not None else None,
             numbers[layout.additive_length :].reshape(layout.group_size, layout.row_length),
             layout,
         )
@@ -138,6 +145,8 @@ def step_metrics(totals: Totals) -> dict[str, float | int]:
     values |= _means(totals)
     values |= _shares(totals)
     values |= _counts(totals)
+    if totals.samples is not None:
+        values |= totals.samples.metrics()
     return values
 
 
@@ -150,7 +159,28 @@ def step_warnings(totals: Totals) -> dict[str, int]:
         "unexpected_token_count": int(bool(((expected > 0) & (expected != totals.active)).any())),
         "nothing_compared": int(totals.compared == 0),
     }
-    return counted | flags | judged
+    return counted | flags | judged | _sample_warnings(totals)
+
+
+def _sample_warnings(totals: Totals) -> dict[str, int]:
+    if totals.samples is None:
+        return {}
+    return {"zero_active_sample": totals.samples.zero_active, "sample_table_overflow": totals.samples.unplaced}
+
+
+def step_breakdowns(totals: Totals, worst: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[Bucket, ...]]:
+    """Return every breakdown's buckets, the unknown one first.
+
+    Args:
+        totals: the step's.
+        worst: label -> bucket -> abs(dlogp) of its worst token, where the step's worst tokens tell it.
+    """
+    extremes = totals.extremes()
+    least, largest = extremes["abs_dlogp_min"], extremes["abs_dlogp_max"]
+    return {
+        name: bucket_figures(rows, (UNKNOWN, *names), least, largest, dict(worst.get(name, {})))
+        for (name, names), rows in zip(totals.layout.config.breakdowns.items(), totals.breakdowns, strict=True)
+    }
 
 
 def step_notes(totals: Totals) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlk_audit.breakdowns import UNKNOWN, Bucket, bucket_of_confidence, bucket_of_position
 from rlk_audit.config import TOKEN_CLASSES, AuditConfig
 from rlk_audit.layout import ROW_HEADER, StateLayout
 from rlk_audit.metrics import (
@@ -20,10 +21,12 @@ from rlk_audit.metrics import (
     Totals,
     dlogp_histogram,
     rank_figures,
+    step_breakdowns,
     step_metrics,
     step_notes,
     step_warnings,
 )
+from rlk_audit.samples import SampleFigures
 from rlk_audit.verdict import Verdict
 from rlk_audit.version import __version__
 from rlk_audit.worst import worst_rows
@@ -33,8 +36,6 @@ RANKS_SHOWN = 8
 
 
 WORST_IDS = ("sample_index", "rollout_id", "token_position", "token_id", "rank", "microbatch")
-UNKNOWN = "unknown"
-"""Name of the label code -1."""
 
 
 class LayoutMismatchError(RuntimeError):
@@ -89,6 +90,8 @@ class _Contents:
     notes: tuple[str, ...] = ()
     worst_tokens: tuple[WorstToken, ...] = ()
     rank_table: tuple[RankSummary, ...] = ()
+    breakdowns: Mapping[str, tuple[Bucket, ...]] = field(default_factory=dict)
+    samples: tuple[SampleFigures, ...] = ()
     group_size: int = 1
     histogram: Histogram | None = None
 
@@ -207,6 +210,16 @@ class StepReport:
         return self._contents.rank_table if self.kind == "step" else ()
 
     @property
+    def breakdowns(self) -> Mapping[str, tuple[Bucket, ...]]:
+        """Label -> its buckets, ``unknown`` first; their tokens add up to the compared ones."""
+        return self._contents.breakdowns
+
+    @property
+    def samples(self) -> tuple[SampleFigures, ...]:
+        """The samples of largest mean abs(dlogp), worst first; none without the table of samples."""
+        return self._contents.samples
+
+    @property
     def group_size(self) -> int:
         """Ranks of the group."""
         return self._contents.group_size
@@ -237,6 +250,8 @@ class StepReport:
             "notes": list(self.notes),
             "worst_tokens": [asdict(token) for token in self.worst_tokens],
             "ranks": [asdict(rank) for rank in self.ranks],
+            "breakdowns": {name: [asdict(bucket) for bucket in buckets] for name, buckets in self.breakdowns.items()},
+            "samples": [asdict(sample) for sample in self.samples],
             "verdict": None if self.verdict is None else self.verdict.to_dict(),
         }
         return {name: _plain(value) for name, value in values.items()}
@@ -260,6 +275,8 @@ class StepReport:
                 tuple(map(str, values["notes"])),
                 tuple(_record(WorstToken, token) for token in values["worst_tokens"]),
                 tuple(sorted((_record(RankSummary, r) for r in values["ranks"]), key=lambda r: r.group_rank)),
+                {str(n): tuple(_record(Bucket, b) for b in buckets) for n, buckets in values["breakdowns"].items()},
+                tuple(_record(SampleFigures, sample) for sample in values["samples"]),
                 int(values["group_size"]),
             )
             return cls(
@@ -306,6 +323,8 @@ def _contents(totals: Totals) -> _Contents:
         step_notes(totals),
         worst,
         tuple(RankSummary(**figures) for figures in rank_figures(totals)),
+        step_breakdowns(totals, _bucket_maxima(worst, totals.layout.config)),
+        () if totals.samples is None or totals.samples.unplaced else totals.samples.worst(totals.layout.config.worst_k),
         totals.layout.group_size,
         dlogp_histogram(totals),
     )
@@ -322,11 +341,25 @@ def _worst_tokens(totals: Totals) -> tuple[WorstToken, ...]:
 def _worst_token(row: dict[str, int], layout: StateLayout) -> WorstToken:
     train_logp, rollout_logp = np.array([row["train_logp"], row["rollout_logp"]]).view(np.float64).tolist()
     labels = {}
-    for name, codes in layout.config.breakdowns.items():
-        labels[name] = codes[row[name]] if row[name] >= 0 else UNKNOWN
+    for name in layout.labels:
+        labels[name] = layout.config.breakdowns[name][row[name]] if row[name] >= 0 else UNKNOWN
     dlogp = train_logp - rollout_logp + 0.0
     ids = {name: row[name] for name in WORST_IDS}
     return WorstToken(abs(dlogp), dlogp, train_logp, rollout_logp, labels=labels, **ids)
+
+
+def _bucket_maxima(worst: tuple[WorstToken, ...], config: AuditConfig) -> dict[str, dict[str, float]]:
+    """Return label -> bucket -> abs(dlogp) of its worst token: the first of it among the worst tokens of all."""
+    maxima: dict[str, dict[str, float]] = {name: {} for name in config.breakdowns}
+    if config.worst_per_sample is not None:
+        return maxima  # a bucket's worst token may be left out for another of its sample
+    for token in worst:
+        buckets = dict(token.labels)
+        buckets |= {"position": bucket_of_position(token.token_position)}
+        buckets |= {"confidence": bucket_of_confidence(token.rollout_logp)}
+        for name, known in maxima.items():
+            known.setdefault(buckets[name], token.abs_dlogp)
+    return maxima
 
 
 def _worst_metrics(worst: tuple[WorstToken, ...]) -> dict[str, float | int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,15 +35,18 @@ class RunTotal:
     """
 
     def __init__(self, config: AuditConfig) -> None:
-        self._config = config
-        self._layout = StateLayout(config)
+        # A slot is another sample in each step.
+        self._config = replace(config, samples_per_step=None)
+        self._layout = StateLayout(self._config)
+        self._step_config = config
         self._state: State | None = None
         self.steps = 0
 
     def add(self, vector: Tensor, group_size: int) -> None:
         """Add a step's summed state vector."""
         with torch.inference_mode(False), torch.no_grad():
-            step = State.of_vector(vector, StateLayout(self._config, group_size))
+            step = State.of_vector(vector, StateLayout(self._step_config, group_size))
+            step.additive = step.additive[: self._layout.additive_length].clone()
             one_per_sample = self._config.worst_per_sample == 1
             self._state = step if self._state is None else self._state.merged(step, one_per_sample)
         self.steps += 1

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlk_audit.config import AUTO
 from rlk_audit.limits import Limit
 
 Reader = Callable[[Any], Any]
@@ -142,7 +143,9 @@ def _pairs(value: Any) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _codes(value: Any) -> int | tuple[str, ...]:
+def _codes(value: Any) -> int | str | tuple[str, ...]:
+    if value == AUTO:
+        return AUTO
     if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()):
         return int(value)
     return names(value)

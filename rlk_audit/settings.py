@@ -157,9 +157,16 @@ SETTINGS = (
         "breakdowns",
         values.breakdowns,
         "NAME=CODES",
-        "label of tokens with its codes, NAME=code,code, or their number, NAME=N; repeatable (default: none)",
+        "label of tokens with its codes, NAME=code,code, or their number, NAME=N; position=auto and confidence=auto "
+        "are built in; repeatable (default: none)",
         ("--rlk-breakdown",),
         repeatable=True,
+    ),
+    Setting(
+        "samples_per_step",
+        values.integer,
+        "N",
+        "slots of the table of samples, at least the samples of a step (default: no table)",
     ),
     Setting("sentinel_floor", values.number, "NATS", "values at or below are placeholders (default: -1000)"),
     Setting("positive_tolerance", values.number, "NATS", "values above are no log-probabilities (default: 0.001)"),

@@ -40,6 +40,7 @@ class TokenBatch:
         sample_index, sample_slot, rollout_id, token_position, token_ids, rollout_token_ids, updates_since_rollout:
             integers of the same shape or broadcastable to it.
         labels: label name -> integer codes of the same shape or broadcastable to it; -1 is unknown.
+        whole_slots: [samples], slots of the samples that the batch holds whole, also of those without a token.
         refused_samples, refused_active, refused_total: samples refused for arrays of unequal length, and their tokens.
         refusal: one sentence on the first refused sample.
         fault: one sentence, when the batch as a whole cannot be used.
@@ -58,6 +59,7 @@ class TokenBatch:
     rollout_token_ids: PerToken = None
     updates_since_rollout: PerToken = None
     labels: Mapping[str, PerToken] = field(default_factory=dict)
+    whole_slots: Values | None = None
     refused_samples: int = 0
     refused_active: int | Tensor = 0
     refused_total: int = 0
@@ -265,6 +267,9 @@ class _Places:
         """Return the batch of these tokens, with their positions in the response where its start is known."""
         labels = {name: self.spread(codes) for name, codes in fields.pop("labels", {}).items()}
         spread = {n: self.spread(value) if n in _PER_SAMPLE else value for n, value in fields.items()}
+        slots = fields.get("sample_slot")
+        if slots is not None and slots is not spread["sample_slot"]:
+            spread["whole_slots"] = slots
         real = self.real
         if response_start is not None:
             position = self.position + int(index_scores == "next_token") - self.spread(response_start)
@@ -384,6 +389,7 @@ def _join_samples(
     scores = [to_float_and_missing(train[i]) for i in kept]
     if any(absent is not None for _, absent in scores):
         return TokenBatch((), fault="train_log_probs must hold numbers, got None among them")
+    slots = per_sample.get("sample_slot")
     ids: dict[str, Any] = {name: spread(values) for name, values in per_sample.items() if values is not None}
     for name in _TOKEN_COLUMNS:
         if name in given:
@@ -397,6 +403,7 @@ def _join_samples(
         token_position=_join([torch.arange(len(train[i])) for i in kept]),
         labels={name: spread(codes) for name, codes in labels.items()},
         **ids,
+        whole_slots=None if slots is None else torch.tensor([int(slots[i]) for i in kept], dtype=torch.int64),
         refused_samples=len(train) - len(kept),
         refused_active=refused_active,
         refused_total=refused_total,

@@ -7,7 +7,7 @@ float32. Every token is looked at by itself, every sum is an exact `Fraction`, e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -38,6 +38,12 @@ FROM_EXPONENTIALS = (
     "ratio0_mean", "ratio0_min", "ratio0_max", "approx_kl0", "chi2_0", "ess0", "prob_diff_mean", "prob_diff_max",
     "mult_prob_error",
 )  # fmt: skip
+# Derived in float64 from exact integers: a few roundings, by another order of the same operations.
+FROM_SAMPLES = (
+    "abs_dlogp_sample_mean", "seq_ratio0_geo_mean", "seq_ratio0_geo_min", "seq_ratio0_geo_max", "seq_log_ratio0_mean",
+    "seq_log_ratio0_min", "seq_log_ratio0_max", "seq_ess0", "seq_chi2_0",
+)  # fmt: skip
+FEW_ROUNDINGS = 1e-12
 
 
 @dataclass
@@ -54,6 +60,7 @@ class Sample:
     labels: dict[str, int] = field(default_factory=dict)
     updates_since_rollout: int | None = None
     prompt_length: int = 0
+    slot: int = -1
 
     def __len__(self) -> int:
         return len(self.train)
@@ -82,6 +89,7 @@ class Expected:
     warnings: dict[str, int]
     worst: list[Worst]
     slack: dict[str, float]
+    tokens: list[_Token]
 
 
 @dataclass
@@ -195,7 +203,7 @@ def audit(
     warnings = {code: counts[code] for code in counts if code not in ("active", "total") and counts[code]}
     if not tokens:
         warnings["nothing_compared"] = 1
-    return Expected(metrics, warnings, worst, slack)
+    return Expected(metrics, warnings, worst, slack, tokens)
 
 
 def _read(sample: Sample, counts: dict[str, int], tokens: list[_Token], floor: float, tolerance: float) -> None:
@@ -349,6 +357,77 @@ def _worst_metrics(metrics: dict[str, float], worst: list[Worst]) -> None:
     metrics["worst_token_position"], metrics["worst_token_id"] = first.token_position, first.token_id
 
 
+# --- parts of a step --------------------------------------------------------------------------------------------------
+
+FIXED_POINT = 2**32
+COARSE_POWER = 3
+
+
+@dataclass
+class Part:
+    """What one bucket of a breakdown must report."""
+
+    compared_token_count: int
+    tail_frac_ln2: float
+    abs_dlogp_mean: float
+    abs_dlogp_p50: float
+    abs_dlogp_p99: float
+    abs_dlogp_max: float
+
+
+def position_bucket(position: int) -> str:
+    if position < 2:
+        return "unknown" if position < 0 else str(position)
+    low = 2 ** (position.bit_length() - 1)
+    return "65536-up" if position >= 65536 else f"{low}-{2 * low - 1}"
+
+
+def confidence_bucket(rollout: float) -> str:
+    edges = ("0", "0.01", "0.1", "0.3", "0.5", "0.7", "0.9", "0.99", "1")
+    below = [edge for edge in edges[1:-1] if rollout >= math.log(float(edge))]
+    return f"{edges[len(below)]}-{edges[len(below) + 1]}"
+
+
+def parts(expected: Expected, bucket: Callable[[Worst], str]) -> dict[str, Part]:
+    """The figures of every bucket that has a token; `bucket` names a token's."""
+    split: dict[str, list[float]] = {}
+    for token in expected.tokens:
+        split.setdefault(bucket(token.worst), []).append(token.worst.abs_dlogp)
+    made = {}
+    for name, values in split.items():
+        fixed = sum(round(Fraction(value) * FIXED_POINT) for value in values)
+        mean, tail = float(Fraction(fixed, FIXED_POINT * len(values))), sum(v > math.log(2.0) for v in values)
+        p50, p99 = (exact_quantile(values, quantile) for quantile in ("0.5", "0.99"))
+        made[name] = Part(len(values), tail / len(values), mean, p50, p99, max(values))
+    return made
+
+
+def sample_metrics(samples: Sequence[Sample], expected: Expected) -> dict[str, float]:
+    """The metrics over samples, each of which has a slot of its own."""
+    by_slot: dict[int, list[float]] = {}
+    index = {sample.sample_index: sample.slot for sample in samples}
+    for token in expected.tokens:
+        by_slot.setdefault(index[token.worst.sample_index], []).append(token.d)
+    fixed = {slot: [round(Fraction(d) * FIXED_POINT) for d in values] for slot, values in by_slot.items()}
+    empty = [s for s in samples if not sum(map(bool, [1] * len(s) if s.mask is None else s.mask))]
+    metrics: dict[str, float] = {"sample_count": len(samples), "zero_active_sample_count": len(empty)}
+    if not fixed:
+        return metrics
+    means = [Fraction(sum(map(abs, v)), FIXED_POINT * len(v)) for v in fixed.values()]
+    logs = [float(Fraction(sum(v), FIXED_POINT)) for v in fixed.values()]
+    geometric = [math.exp(log / len(v)) for log, v in zip(logs, fixed.values(), strict=True)]
+    metrics["abs_dlogp_sample_mean"] = float(sum(means) / len(means))
+    metrics["seq_ratio0_geo_mean"] = math.fsum(geometric) / len(geometric)
+    metrics["seq_ratio0_geo_min"], metrics["seq_ratio0_geo_max"] = min(geometric), max(geometric)
+    metrics["seq_log_ratio0_mean"] = math.fsum(logs) / len(logs)
+    metrics["seq_log_ratio0_min"], metrics["seq_log_ratio0_max"] = min(logs), max(logs)
+    if max(logs) < 300:
+        first, second = (math.fsum(math.exp(power * log) for log in logs) for power in (1, 2))
+        metrics["seq_ess0"] = first**2 / (len(logs) * second)
+        metrics["seq_chi2_0"] = second / len(logs) - 1
+    return metrics
+
+
 def _is_quantile(name: str) -> bool:
     return "dlogp_p" in name
 
@@ -358,6 +437,8 @@ def _allowed_error(name: str, value: float, slack: float, grouping_power: int) -
         return quantile_error(value, grouping_power)
     if name in FROM_EXACT_SUMS:
         return LAST_BITS * abs(value)
+    if name in FROM_SAMPLES:
+        return FEW_ROUNDINGS * (1.0 + abs(value))
     if name in FROM_EXPONENTIALS:
         return FLOAT32_STEP * abs(value) + SMALLEST_FLOAT32 + slack
     return slack

@@ -192,6 +192,7 @@ class Columns:
         fields: dict[str, Any] = {
             "sample_index": torch.tensor([s.sample_index for s in self.group], dtype=torch.int64),
             "rollout_id": torch.tensor([s.rollout_id for s in self.group], dtype=torch.int64),
+            "sample_slot": torch.tensor([s.slot for s in self.group], dtype=torch.int64),
         }
         if all(s.updates_since_rollout is not None for s in self.group):
             ages = [s.updates_since_rollout for s in self.group]
@@ -247,7 +248,8 @@ def as_lists(group: Sequence[Sample], rng: random.Random) -> list[TokenBatch]:
     return [
         TokenBatch.from_lists(
             [s.train for s in group], [s.rollout for s in group], masks,
-            sample_index=[s.sample_index for s in group], rollout_id=[s.rollout_id for s in group], **fields,
+            sample_index=[s.sample_index for s in group], rollout_id=[s.rollout_id for s in group],
+            sample_slot=[s.slot for s in group], **fields,
         )
     ]  # fmt: skip
 
@@ -267,6 +269,8 @@ def as_flat(group: Sequence[Sample], rng: random.Random) -> list[dict[str, Any]]
         "rollout_missing": torch.tensor([row["missing"][p] for _, _, row, p in at], dtype=torch.bool),
         "sample_index": torch.tensor([s.sample_index for s, _, _, _ in at], dtype=torch.int64),
         "rollout_id": torch.tensor([s.rollout_id for s, _, _, _ in at], dtype=torch.int64),
+        "sample_slot": torch.tensor([s.slot for s, _, _, _ in at], dtype=torch.int64),
+        "whole_slots": torch.tensor([s.slot for s in group], dtype=torch.int64),
         "token_position": torch.tensor([i for _, i, _, _ in at], dtype=torch.int64),
         "token_ids": torch.tensor([row["token_ids"][p] for _, _, row, p in at], dtype=torch.int64),
         "rollout_token_ids": torch.tensor([row["rollout_token_ids"][p] for _, _, row, p in at], dtype=torch.int64),

@@ -20,6 +20,7 @@ PACKAGE = Path(rlk_audit.__file__).parent
 LEVELS = (
     ("version", "config", "exact_sum", "places", "verdict"),
     ("sketch", "tokens", "metadata", "contracts"),
+    ("breakdowns", "samples"),
     ("layout",),
     ("worst", "metrics"),
     ("state", "report"),

@@ -6,13 +6,15 @@ import random
 from dataclasses import replace
 
 import pytest
-from oracle import Sample, audit
+from oracle import Expected, Sample, audit, sample_metrics
 from strategies import assert_reports, bits, cut, random_samples, reduce, without_layout
 
 from rlk_audit import AuditConfig, StepReport
 
 CUTS = 500
-CONFIG = AuditConfig(breakdowns={"engine": ("e0", "e1", "e2")})
+CONFIG = AuditConfig(
+    breakdowns={"engine": ("e0", "e1", "e2"), "position": "auto", "confidence": "auto"}, samples_per_step=18
+)
 
 
 def step(rng: random.Random) -> list[Sample]:
@@ -23,7 +25,7 @@ def step(rng: random.Random) -> list[Sample]:
         replace(
             sample, sample_index=2**40 + sample.sample_index, labels={"engine": i % 4 - 1},
             rollout_token_ids=sample.rollout_token_ids or sample.token_ids,
-            updates_since_rollout=sample.updates_since_rollout or 0,
+            updates_since_rollout=sample.updates_since_rollout or 0, slot=(5 * i) % 18,
         )
         for i, sample in enumerate(group)
     ]  # fmt: skip
@@ -33,6 +35,14 @@ def layouts(seed: int) -> tuple[int, int]:
     """(dp, cp) of a seed; large groups are rarer, since they take longer."""
     rng = random.Random(seed)
     return rng.choice([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (4, 1), (5, 1), (16, 1)])
+
+
+def audited(group: list[Sample]) -> Expected:
+    expected = audit(group)
+    expected.metrics |= sample_metrics(group, expected)
+    empty = int(expected.metrics["zero_active_sample_count"])
+    expected.warnings |= {"zero_active_sample": empty} if empty else {}
+    return expected
 
 
 def cut_report(group: list[Sample], seed: int) -> StepReport:
@@ -47,7 +57,7 @@ def group() -> list[Sample]:
 
 def test_the_uncut_step_is_that_of_the_oracle(group: list[Sample]) -> None:
     """What the cuts are compared with is right, and holds what makes cutting hard."""
-    expected = audit(group)
+    expected = audited(group)
     report = cut_report_whole(group)
     assert_reports(report, expected)
     assert len({len(sample) for sample in group}) > 8 and any(not len(sample) for sample in group)
@@ -64,7 +74,12 @@ def cut_report_whole(group: list[Sample]) -> StepReport:
 def test_every_bit_of_the_report_is_that_of_the_uncut_step(group: list[Sample], block: int) -> None:
     """500 random layouts, 50 a block. Kills: a float accumulated in order of arrival; an id local to its shard."""
     whole = bits(without_layout(cut_report_whole(group)))
-    assert len(whole["metrics"]) > 60
+    assert len(whole["metrics"]) > 70 and len(whole["samples"]) == 4
+    assert {name: len(buckets) for name, buckets in whole["breakdowns"].items()} == {
+        "engine": 4,
+        "position": 19,
+        "confidence": 9,
+    }
     per_block = CUTS // 10
     for seed in range(block * per_block, (block + 1) * per_block):
         report = cut_report(group, seed)
@@ -86,4 +101,4 @@ def test_other_steps_too(seed: int) -> None:
     group = step(random.Random(100 + seed))
     dp, cp = layouts(seed)
     report = reduce(cut(group, random.Random(seed), dp, cp, CONFIG), CONFIG)
-    assert_reports(report, audit(group))
+    assert_reports(report, audited(group))

@@ -123,6 +123,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str, str, Any]] = {
     "sentinel_floor": (("--rlk-sentinel-floor", "-500"), "-500", "sentinel_floor: -500", -500.0),
     "positive_tolerance": (("--rlk-positive-tolerance", "0"), "0.0", "positive_tolerance: 0", 0.0),
     "lag": (("--rlk-lag", "1"), "1", "lag: 1", 1),
+    "samples_per_step": (("--rlk-samples-per-step", "128"), "128", "samples_per_step: 128", 128),
     "max_state_bytes": (("--rlk-max-state-bytes", "3000000"), "3000000", "max_state_bytes: 3000000", 3_000_000),
     "prefix": (("--rlk-prefix", "drift/"), "drift/", "prefix: drift/", "drift/"),
     "metadata": (

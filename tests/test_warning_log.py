@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlk_audit import AuditConfig, Auditor, Collector, StepReport
+from rlk_audit.layout import StateLayout
 from rlk_audit.metrics import Totals, step_warnings
 from rlk_audit.warning_log import INTERVAL, MEANINGS, WarningLog
 
@@ -22,7 +23,7 @@ def step(auditor: Auditor, number: int, drift: float = 0.25, rollout: float = -1
 
 
 def test_every_code_has_a_meaning() -> None:
-    layout = Collector().layout
+    layout = StateLayout(AuditConfig(samples_per_step=1))
     nothing = Totals.of(torch.zeros(layout.length, dtype=torch.int64).numpy(), layout)
     assert set(MEANINGS) == set(step_warnings(nothing))
 

@@ -14,7 +14,11 @@ STEP_KEY = "step"
 HISTOGRAM_KEY = "dlogp_histogram"
 TABLE_KEY = "worst_tokens"
 VERDICT_KEY = "verdict/{}"
+BREAKDOWN_KEY = "breakdown/{}/{}/{}"
 """Keys beside those of the metrics; no key is a path prefix of another, which some stores cannot hold."""
+LOGGED_FIGURES = ("compared_token_count", "tail_frac_ln2", "abs_dlogp_mean", "abs_dlogp_p50", "abs_dlogp_p99")
+LOGGED_CODES = 32
+"""Labels with more codes are in JSONL alone."""
 
 
 class Sink(Protocol):
@@ -54,10 +58,23 @@ def logged_values(report: StepReport) -> dict[str, float]:
     """Return key with prefix -> value of all that a store of numbers gets; what is null is left out.
 
     ``verdict/all`` and each limit's ``verdict/<metric>`` are 1 for a pass and 0 for a failure; a limit without data, or
-    with too few steps, has no value.
+    with too few steps, has no value. A breakdown's figures are ``breakdown/<label>/<bucket>/<figure>``.
     """
     values = {name: float(value) for name, value in report.metrics.items() if math.isfinite(value)}
-    return {report.prefix + name: value for name, value in (values | _verdict_values(report)).items()}
+    values |= _breakdown_values(report) | _verdict_values(report)
+    return {report.prefix + name: value for name, value in values.items()}
+
+
+def _breakdown_values(report: StepReport) -> dict[str, float]:
+    """Return each bucket's figures; of a label with many buckets none, since a key of a store lives for ever."""
+    return {
+        BREAKDOWN_KEY.format(label, bucket.name, figure): float(getattr(bucket, figure))
+        for label, buckets in report.breakdowns.items()
+        if len(buckets) - 1 <= LOGGED_CODES
+        for bucket in buckets
+        if bucket.compared_token_count
+        for figure in LOGGED_FIGURES
+    }
 
 
 def _verdict_values(report: StepReport) -> dict[str, float]:
