@@ -25,11 +25,15 @@ GROUPING_POWER = 3
 """Of the coarse sketch: its quantiles are within 5.9 %."""
 QUANTILES = {"abs_dlogp_p50": "0.5", "abs_dlogp_p99": "0.99"}
 FRACTION_BITS = 32
-"""abs(dlogp) is rounded to steps of 2^-32 nats and added in two parts, whole nats and the rest: neither overflows."""
+PART_BITS = 21
+"""abs(dlogp) is rounded to steps of 2^-32 nats and added in two parts, the lower one of this many bits.
+
+Neither part reaches 2^21, so that a sum overflows after 2^42 tokens at the largest abs(dlogp), also in a run's total.
+"""
 
 _SKETCH = bins_per_side(GROUPING_POWER) + 3
 """Zero, under, the bins, over."""
-_TAIL, _WHOLE, _FRACTION = range(_SKETCH, _SKETCH + 3)
+_TAIL, _HIGH, _LOW = range(_SKETCH, _SKETCH + 3)
 ROW_LENGTH = _SKETCH + 3
 
 _CONFIDENCE_LOGS = tuple(math.log(edge) for edge in CONFIDENCE_EDGES)
@@ -99,8 +103,8 @@ def add_tokens(rows: Tensor, codes: Tensor, magnitude: Tensor, compared: Tensor,
     fixed = (magnitude * 2.0**FRACTION_BITS).round_().long()
     rows.scatter_add_(0, row + distance, compared.long())
     rows.scatter_add_(0, row + _TAIL, tail.long())
-    rows.scatter_add_(0, row + _WHOLE, fixed >> FRACTION_BITS)
-    rows.scatter_add_(0, row + _FRACTION, fixed & ((1 << FRACTION_BITS) - 1))
+    rows.scatter_add_(0, row + _HIGH, fixed >> PART_BITS)
+    rows.scatter_add_(0, row + _LOW, fixed & ((1 << PART_BITS) - 1))
 
 
 def bucket_figures(
@@ -131,7 +135,7 @@ def _bucket(row: Rows, name: str, least: float, largest: float, maximum: float) 
         key: min(max(quantile_of_magnitude(counts, q, GROUPING_POWER, low, high), least), largest)
         for key, q in QUANTILES.items()
     }
-    total = (int(row[_WHOLE]) << FRACTION_BITS) + int(row[_FRACTION])
+    total = (int(row[_HIGH]) << PART_BITS) + int(row[_LOW])
     return Bucket(
         name,
         count,

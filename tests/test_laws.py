@@ -147,6 +147,7 @@ def test_m2_tokens_split_in_any_way_give_the_same_bytes(group: list[Sample], see
     """
     rng = random.Random(seed)
     flat = as_flat(group, rng)[0]
+    del flat["whole_slots"]  # of samples, not of tokens
     count = flat["train_log_probs"].numel()
     collectors = []
     for places in split(range(count), ranks, rng):
