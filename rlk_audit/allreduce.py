@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Literal, overload
 
 import torch
@@ -20,6 +22,8 @@ Group = dist.ProcessGroup | None
 
 _AGREEMENT_LENGTH = 64
 """int64 that every rank sends to agree; fixed for all versions, so that ranks of different ones can talk."""
+_HOST_WORDS = 4
+"""The last of them: the name of the rank's host."""
 
 
 def is_distributed() -> bool:
@@ -68,25 +72,32 @@ def all_reduce(collector: Collector, group: Group = None, async_op: bool = False
     if group_rank < 0:
         raise ValueError("this process is not a rank of the group; only the group's ranks may reduce over it")
     if group_size > 1 and collector.agreed_group is not _identity(group):
-        agree_on_layout(collector.config, group)
-        mark_agreed(collector, group)
+        mark_agreed(collector, group, agree_on_layout(collector.config, group))
     vector = collector.pack(group_rank, group_size, global_rank())
     work = None
     if group_size > 1:
         vector = vector.to(buffer_device(group, collector.device))
         work = dist.all_reduce(vector, op=dist.ReduceOp.SUM, group=group, async_op=True)
-    pending = Pending(vector, work, collector.config, group_size)
+    pending = Pending(vector, work, collector.config, group_size, collector.hosts)
     return pending if async_op else pending.wait()
 
 
 class Pending:
     """A reduction under way; ``wait`` gives its report."""
 
-    def __init__(self, vector: Tensor, work: dist.Work | None, config: AuditConfig, group_size: int) -> None:
+    def __init__(
+        self,
+        vector: Tensor,
+        work: dist.Work | None,
+        config: AuditConfig,
+        group_size: int,
+        hosts: Mapping[int, str] | None = None,
+    ) -> None:
         self._vector = vector
         self._work = work
         self._config = config
         self.group_size = group_size
+        self._hosts = hosts
         self._report: StepReport | None = None
         self._host_copy = _PinnedCopy(vector, work) if vector.is_cuda else None
 
@@ -113,7 +124,9 @@ class Pending:
             if self._work is not None:
                 self._work.wait()
             read = None if self._host_copy is None else self._host_copy.wait
-            self._report = StepReport.from_vector(self._vector, self._config, self.group_size, read=read)
+            self._report = StepReport.from_vector(
+                self._vector, self._config, self.group_size, read=read, hosts=self._hosts
+            )
         return self._report
 
 
@@ -225,9 +238,10 @@ def share_failure(message: str | None, group: Group = None) -> str | None:
     return texts[0]
 
 
-def mark_agreed(collector: Collector, group: Group = None) -> None:
-    """Note that every rank of the group agreed on the collector's settings. No communication."""
+def mark_agreed(collector: Collector, group: Group = None, hosts: Mapping[int, str] | None = None) -> None:
+    """Note that every rank of the group agreed on the collector's settings, and their hosts. No communication."""
     collector.agreed_group = _identity(group)
+    collector.hosts = hosts or {}
 
 
 def _identity(group: Group) -> object:
@@ -235,26 +249,29 @@ def _identity(group: Group) -> object:
     return group if group is not None or not is_distributed() else dist.group.WORLD
 
 
-def agree_on_layout(config: AuditConfig, group: Group = None) -> None:
+def agree_on_layout(config: AuditConfig, group: Group = None) -> dict[int, str]:
     """Collective: every rank of ``group`` must call this once, also where its mode is ``off``.
 
     Exchanges a hash of each setting, of a fixed size, so that ranks never reduce vectors of different length.
+
+    Returns:
+        Global rank -> name of its host, at most 32 bytes of it.
 
     Raises:
         LayoutMismatchError: settings differ, unless every rank is ``off``. Every rank raises the same text.
     """
     _, group_size = group_place(group)
     if group_size == 1:
-        return
+        return {global_rank(): _text(_host_words())}
     values = config.agreed_values() | {"version": __version__, "group_size": str(group_size)}
     device = buffer_device(group, torch.device("cpu"))
     mine = _agreement_row(values, config).to(device)
     rows = [torch.zeros_like(mine) for _ in range(group_size)]
     dist.all_gather(rows, mine, group=group)
     table = torch.stack(rows).cpu()
-    ranks, modes, hashes = table[:, 0].tolist(), table[:, 1], table[:, 2:]
+    ranks, modes, hashes = table[:, 0].tolist(), table[:, 1], table[:, 2:-_HOST_WORDS]
     if bool((modes == MODES.index("off")).all()) or bool((hashes == hashes[0]).all()):
-        return
+        return dict(zip(ranks, map(_text, table[:, -_HOST_WORDS:]), strict=True))
     # Every rank sees the same table and so comes here; now the values themselves can be told.
     texts: list[dict[str, str]] = [{} for _ in range(group_size)]
     dist.all_gather_object(texts, values, group=group)
@@ -265,7 +282,17 @@ def _agreement_row(values: dict[str, str], config: AuditConfig) -> Tensor:
     hashes = [stable_hash(f"{name}={values[name]}") for name in sorted(values)]
     row = torch.zeros(_AGREEMENT_LENGTH, dtype=torch.int64)
     row[: 2 + len(hashes)] = torch.tensor([global_rank(), MODES.index(config.mode), *hashes])
+    row[-_HOST_WORDS:] = _host_words()
     return row
+
+
+def _host_words() -> Tensor:
+    name = socket.gethostname().encode()[: 8 * _HOST_WORDS]
+    return torch.frombuffer(bytearray(name.ljust(8 * _HOST_WORDS, b"\0")), dtype=torch.int64).clone()
+
+
+def _text(words: Tensor) -> str:
+    return words.contiguous().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def _difference(texts: list[dict[str, str]], ranks: list[int]) -> str:

@@ -38,7 +38,8 @@ class Auditor:
         sinks: where reports go; every rank may pass them, those that do not write close theirs at once.
         device: where the collector's state lives.
         writer: whether this rank writes to the sinks; the group's first rank if None.
-        agreed: the caller has already agreed on the configuration with every rank of the group.
+        agreed: the caller has already agreed on the configuration with every rank of the group: what
+            ``agree_on_layout`` returned.
         side_group: ``group`` is the audit's own, not one that the training needs: then a failed reduction ends the
             audit with one error line, and the training goes on.
         evidence: keeps the step's batches on this rank and writes the worst samples whole when a verdict fails.
@@ -56,19 +57,18 @@ class Auditor:
         device: str | torch.device = "cpu",
         *,
         writer: bool | None = None,
-        agreed: bool = False,
+        agreed: Mapping[int, str] | None = None,
         side_group: bool = False,
         evidence: EvidenceBuffer | None = None,
     ) -> None:
         self.config = config or AuditConfig()
         self.group = group
         self._judge = Judge(self.config)
-        if not agreed:
-            agree_on_layout(self.config, group)
+        hosts = agree_on_layout(self.config, group) if agreed is None else agreed
         self.collector = None if self.config.mode == "off" else Collector(self.config, device)
         writes = group_place(group)[0] == 0 if writer is None else writer
         if self.collector is not None:
-            mark_agreed(self.collector, group)
+            mark_agreed(self.collector, group, hosts)
         self._sinks: tuple[Sink, ...] = ()
         self._warnings = WarningLog() if writes else None
         if writes and self.collector is not None:

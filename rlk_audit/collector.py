@@ -44,6 +44,8 @@ class Collector:
             self._empty = State.empty(self.layout, self.device)
         self.agreed_group: object = None
         """The process group whose ranks agreed on the settings; kept by ``all_reduce``."""
+        self.hosts: Mapping[int, str] = {}
+        """Global rank -> host of the ranks that agreed."""
         self._microbatches: set[int] = set()
         self._expected_active = 0
         self._error_logged = False

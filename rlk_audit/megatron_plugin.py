@@ -154,7 +154,7 @@ def register(
         raise ValueError(f"forward must be {' or '.join(map(repr, FORWARDS))}, got {forward!r}")
     settings = resolve_settings(args, config, **in_code)
     config = _of_forward(settings.config, forward)
-    agree_on_layout(config)
+    hosts = agree_on_layout(config)
     if config.mode == "off":
         close_all(sinks)
         return MegatronAudit(None)
@@ -174,7 +174,7 @@ def register(
         settings.build_sinks(sinks, **_writers_of_the_training()) if writer else sinks,
         _device() if device is None else device,
         writer=writer,
-        agreed=True,
+        agreed=hosts,
         side_group=side_group,
         evidence=_evidence(settings, config, groups, forward),
     )

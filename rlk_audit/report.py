@@ -70,7 +70,7 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank's share of the step; means and extremes are NaN where it compared nothing."""
+    """One rank's share of the step; means and extremes are NaN where it compared nothing, ``host`` empty if unknown."""
 
     rank: int
     group_rank: int
@@ -80,6 +80,7 @@ class RankSummary:
     dlogp_min: float
     dlogp_max: float
     update_failed: int
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class StepReport:
         scope: str = "group",
         step: int | None = None,
         read: Callable[[], Tensor] | None = None,
+        hosts: Mapping[int, str] | None = None,
     ) -> StepReport:
         """Make a report of a summed state vector; the numbers are computed when one is first read.
 
@@ -148,6 +150,7 @@ class StepReport:
             scope: what the vector covers, ``group`` or ``rank``.
             step: the step's number.
             read: returns the vector's values on the CPU, where a copy is under way; asked when a number is first read.
+            hosts: global rank -> name of its host.
 
         Raises:
             ValueError: the vector has another length or dtype.
@@ -165,8 +168,8 @@ class StepReport:
 
         def build() -> _Contents:
             if totals is not None:
-                return _contents(totals)
-            return _contents(_read(vector if read is None else read(), layout))
+                return _contents(totals, hosts or {})
+            return _contents(_read(vector if read is None else read(), layout), hosts or {})
 
         return cls(build, scope=scope, step=step, prefix=config.prefix, metadata=config.metadata)
 
@@ -296,7 +299,7 @@ def metric_names(config: AuditConfig) -> tuple[str, ...]:
     """Return the key of every metric that a report of this configuration has."""
     layout = StateLayout(config)
     nothing = Totals.of(np.zeros(layout.length, dtype=np.int64), layout)
-    return tuple(_contents(nothing).metrics)
+    return tuple(_contents(nothing, {}).metrics)
 
 
 def _read(vector: Tensor, layout: StateLayout) -> Totals:
@@ -313,7 +316,7 @@ def _read(vector: Tensor, layout: StateLayout) -> Totals:
     return totals
 
 
-def _contents(totals: Totals) -> _Contents:
+def _contents(totals: Totals, hosts: Mapping[int, str]) -> _Contents:
     worst = _worst_tokens(totals)
     warnings = step_warnings(totals)
     return _Contents(
@@ -322,7 +325,7 @@ def _contents(totals: Totals) -> _Contents:
         {code: count for code, count in warnings.items() if count},
         step_notes(totals),
         worst,
-        tuple(RankSummary(**figures) for figures in rank_figures(totals)),
+        tuple(RankSummary(**figures, host=hosts.get(figures["rank"], "")) for figures in rank_figures(totals)),
         step_breakdowns(totals, _bucket_maxima(worst, totals.layout.config)),
         () if totals.samples is None or totals.samples.unplaced else totals.samples.worst(totals.layout.config.worst_k),
         totals.layout.group_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def test_a_step_equals_the_collector_s_own_figures() -> None:
     assert alone.pop("scope") == "rank"
     assert report.pop("step") == 0
     assert alone.pop("step") is None
+    assert [rank.pop("host") for rank in report["ranks"] + alone["ranks"]] == [socket.gethostname()[:32], ""]
     assert report == alone
 
 

@@ -356,6 +356,9 @@ def test_b18_one_engine_serves_stale_weights(placed: str) -> None:
         report, compared_token_count=400, abs_dlogp_mean=0.033225, abs_dlogp_p50=0.011, abs_dlogp_p90=0.012,
         abs_dlogp_p99=0.9, abs_dlogp_max=0.9,
     )  # fmt: skip
+    means = {bucket.name: bucket.abs_dlogp_mean for bucket in report.breakdowns["engine"]}
+    assert math.isnan(means.pop("unknown"))
+    assert means == pytest.approx({name: drift for name, (_, drift) in B18.items()})
     assert len(report.worst_tokens) == 4
     assert {token.labels["engine"] for token in report.worst_tokens} == {"e2"}
 

@@ -8,6 +8,5 @@ from rlk_audit.allreduce import agree_on_layout, mark_agreed
 
 def agreed(collector: Collector, group: dist.ProcessGroup | None = None) -> Collector:
     """Collective: every rank of the group must call this."""
-    agree_on_layout(collector.config, group)
-    mark_agreed(collector, group)
+    mark_agreed(collector, group, agree_on_layout(collector.config, group))
     return collector

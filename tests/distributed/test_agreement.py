@@ -136,3 +136,19 @@ def test_a_collector_agrees_once_for_a_group(collectives: list[tuple[Any, ...]])
     for _ in range(3):
         all_reduce(collector)
     assert [name for name, *_ in collectives] == ["all_gather", "all_reduce", "all_reduce", "all_reduce"]
+
+
+@pytest.mark.parametrize("name", ["node", "a-name-of-more-than-thirty-two-bytes-in-all", "knöten"])
+def test_a_rank_s_host_is_known_on_every_rank(name: str, monkeypatch: pytest.MonkeyPatch, gathered) -> None:
+    """Settled with the agreement, so that no step pays for it; a long name is cut."""
+    monkeypatch.setattr("socket.gethostname", lambda: f"{dist.get_rank()}{name}")
+    auditor = Auditor(AuditConfig())
+    auditor.update([-1.5], [-1.0], [1])
+    hosts = {rank.rank: rank.host for rank in auditor.step(1).rank_table}
+    assert hosts == {rank: f"{rank}{name}"[:32] for rank in range(dist.get_world_size())}
+    assert gathered(hosts) == [hosts] * dist.get_world_size()
+
+
+def test_a_host_of_another_name_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: f"node{dist.get_rank()}")
+    assert set(agree_on_layout(AuditConfig()).values()) == {f"node{rank}" for rank in range(dist.get_world_size())}
