@@ -29,6 +29,14 @@ def close_all(sinks: Sequence[Sink]) -> None:
         sink.close()
 
 
+def _close_anyway(sink: Sink) -> None:
+    """Close a sink; a training that is over must not end with an exception of its log."""
+    try:
+        sink.close()
+    except Exception as error:
+        logger.warning("%s could not be closed: %s", type(sink).__name__, error)
+
+
 class Auditor:
     """Collective: every rank of ``group`` must construct one, with the same configuration.
 
@@ -146,8 +154,9 @@ class Auditor:
         total = self.run_total() if self._sinks else None
         if total is not None:
             self._write(total)
-        close_all(self._sinks)
-        self._sinks = ()
+        sinks, self._sinks = self._sinks, ()
+        for sink in sinks:
+            _close_anyway(sink)
 
     def run_total(self) -> StepReport | None:
         """Return the figures of all tokens of the run so far (``kind == "run"``); None before the first step."""

@@ -8,8 +8,9 @@
     audit.wrap_pretrain(pretrain)(datasets_provider, model_provider, model_type, forward_step, ...)
 
 ``pretrain`` has no hook for the end of a step, and its parameters move from release to release. So parameters are bound
-by their names, and for the time of the call the loop's own ``train_step`` and ``get_forward_backward_func`` are wrapped
-in the module that ``pretrain`` is from.
+by their names, and for the time of the call the loop's own ``train``, ``train_step`` and ``get_forward_backward_func``
+are wrapped in the module that ``pretrain`` is from. A replayed CUDA graph of a whole iteration calls no Python, so the
+audit sees nothing of it, and says ``nothing_compared``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from rlk_audit.megatron_plugin import ForwardStep, MegatronAudit, add_rlk_args, register
 
-_HOOKED = ("train_step", "get_forward_backward_func", "get_args")
+_HOOKED = ("train", "train_step", "get_forward_backward_func", "get_args")
 """What the loop's module must have: every release from 0.12 on does."""
 
 ArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -84,16 +85,14 @@ class PretrainAudit:
             if "extra_args_provider" in signature.parameters:
                 provider = bound.arguments.get("extra_args_provider")
                 bound.arguments["extra_args_provider"] = _with_rlk_args(provider)
-            try:
-                with _replaced(loop, self._hooks(loop)):
-                    return pretrain(*bound.args, **bound.kwargs)
-            finally:
-                self.audit.close()
+            with _replaced(loop, self._hooks(loop)):
+                return pretrain(*bound.args, **bound.kwargs)
 
         return audited_pretrain
 
     def _hooks(self, loop: dict[str, Any]) -> dict[str, Any]:
         return {
+            "train": self._wrap_train(loop["train"]),
             "train_step": self._wrap_train_step(loop["train_step"], loop["get_args"]),
             "get_forward_backward_func": self._wrap_schedules(loop["get_forward_backward_func"]),
         }
@@ -119,6 +118,17 @@ class PretrainAudit:
 
         return get_audited
 
+    def _wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(train)
+        def audited_train(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            finally:
+                # Not later: what comes after finishes the writers of the training.
+                self.audit.close()
+
+        return audited_train
+
     def _wrap_train_step(self, train_step: Callable[..., Any], get_args: Callable[[], Any]) -> Callable[..., Any]:
         signature = inspect.signature(train_step)
         registered = False
@@ -132,7 +142,7 @@ class PretrainAudit:
                 self.audit = register(
                     parsed, model=given["model"], pg_collection=given.get("pg_collection"), **self._options
                 )
-                self.audit.weight_version = parsed.curr_iteration
+                self.audit.weight_version = parsed.iteration
                 registered = True
             result = train_step(*args, **kwargs)
             skipped = result[1]

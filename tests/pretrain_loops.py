@@ -57,7 +57,7 @@ def pretrain_0_12(
 ) -> None:
     """0.12 and 0.13: a training step finds its schedule itself."""
     parse_and_validate_args(extra_args_provider)
-    _train(forward_step_func, model_provider, train_valid_test_dataset_provider, finds_schedule=True)
+    train(forward_step_func, model_provider, train_valid_test_dataset_provider, finds_schedule=True)
 
 
 def pretrain_0_14(
@@ -76,7 +76,7 @@ def pretrain_0_14(
 ) -> None:
     """0.14 to 0.17: the schedule is found before the first step."""
     parse_and_validate_args(extra_args_provider)
-    _train(forward_step_func, model_provider, train_valid_test_dataset_provider)
+    train(forward_step_func, model_provider, train_valid_test_dataset_provider)
 
 
 def pretrain_0_18(
@@ -93,7 +93,7 @@ def pretrain_0_18(
     inprocess_call_wrapper: Any = None,
 ) -> None:
     """0.18: arguments are parsed before."""
-    _train(forward_step_func, model_provider, train_valid_test_dataset_provider)
+    train(forward_step_func, model_provider, train_valid_test_dataset_provider)
 
 
 def pretrain_0_19(
@@ -113,10 +113,10 @@ def pretrain_0_19(
     skip_model_parallel_init: bool = False,
 ) -> None:
     """0.19: the forward step has moved, and a step knows the groups."""
-    _train(forward_step_func, model_provider, train_valid_test_dataset_provider, pg_collection=pg_collection)
+    train(forward_step_func, model_provider, train_valid_test_dataset_provider, pg_collection=pg_collection)
 
 
-def _train(
+def train(
     forward_step_func: Any,
     model_provider: Any,
     dataset_provider: Any,

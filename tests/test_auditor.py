@@ -122,6 +122,20 @@ def test_a_failing_sink_is_told_once_and_again_after_it_worked(caplog: pytest.Lo
     assert other.steps() == [0, 1, 2, 3, 4]
 
 
+def test_a_sink_that_cannot_be_closed_is_told_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    """Kills: a training that is over and ends with an exception of its log."""
+    failing, other = Kept(), Kept()
+    failing.close = lambda: 1 / 0
+    auditor = Auditor(sinks=[failing, other])
+    auditor.step(1)
+    with caplog.at_level(logging.WARNING, logger="rlk_audit.auditor"):
+        auditor.close()
+    told = [record.message for record in caplog.records if record.name == "rlk_audit.auditor"]
+    assert told == ["Kept could not be closed: division by zero"]
+    assert other.closed == 1 and other.steps() == [1, "run"]
+    auditor.close()
+
+
 def test_misuse_raises_and_data_does_not(caplog: pytest.LogCaptureFixture) -> None:
     auditor = Auditor()
     with pytest.raises(TypeError, match=r"^train_log_probs must be a tensor, an array or a list, got str$"):

@@ -9,14 +9,24 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from oracle import FROM_EXACT_SUMS, Expected, Sample, audit
+from oracle import (
+    FROM_EXACT_SUMS,
+    Expected,
+    Sample,
+    audit,
+    confidence_bucket,
+    differences,
+    parts,
+    position_bucket,
+    sample_metrics,
+)
 from strategies import assert_reports
 from test_distributed import end
 
@@ -237,6 +247,28 @@ def assert_figures(report: StepReport, expected: Expected) -> None:
     assert exact == [(name, expected.metrics[name]) for name in FROM_EXACT_SUMS]
 
 
+def assert_parts(report: StepReport, expected: Expected, samples: list[Sample]) -> None:
+    """Breakdowns and figures of samples, which context-parallel ranks and micro-batches cut apart."""
+    bucket_of = {
+        "engine": lambda token: ENGINES[token.labels["engine"]],
+        "position": lambda token: position_bucket(token.token_position),
+        "confidence": lambda token: confidence_bucket(token.rollout_logp),
+    }
+    for label, name in bucket_of.items():
+        found = {bucket.name: bucket for bucket in report.breakdowns[label] if bucket.compared_token_count}
+        right = parts(expected, name)
+        assert set(found) == set(right)
+        for bucket, part in right.items():
+            assert found[bucket].compared_token_count == part.compared_token_count
+            assert found[bucket].abs_dlogp_mean == part.abs_dlogp_mean
+    by_slot = [replace(sample, slot=sample.sample_index) for sample in samples]
+    figures = Expected(sample_metrics(by_slot, expected), {}, [], {}, [])
+    assert len(figures.metrics) == 11
+    assert not differences(report.metrics, figures)
+    means = {s.sample_slot: s.abs_dlogp_mean for s in report.samples}
+    assert len(means) == 4 and list(means.values()) == sorted(means.values(), reverse=True)
+
+
 def assert_places(report: StepReport, shards: dict[int, list[dict[str, torch.Tensor]]], layout: Layout) -> None:
     """The ranks and micro-batches that the report names hold what it says, and each rank's share is its own."""
     group = list(shards)[len(shards) // layout.data - 1 :: len(shards) // layout.data]
@@ -262,6 +294,7 @@ def test_reported_figures_are_those_of_the_recorded_tokens(run: SimpleNamespace,
     assert all(all(sample.mask) and len(sample) >= 1 for sample in samples)
     report, expected = run.reports[step], audit(samples)
     assert_figures(report, expected)
+    assert_parts(report, expected, samples)
     assert [token.labels for token in report.worst_tokens] == [
         {"engine": ENGINES[worst.labels["engine"]]} for worst in expected.worst
     ]

@@ -180,7 +180,7 @@ def test_strict_ends_the_run_at_the_failed_step(training: Training, kept: Kept) 
 
 
 def test_what_was_wrapped_is_itself_again_afterwards(training: Training) -> None:
-    names = ("train_step", "get_forward_backward_func")
+    names = ("train", "train_step", "get_forward_backward_func")
     before = [getattr(loop, name) for name in names]
     training.run("0_14", *AUDITED)
     assert [getattr(loop, name) for name in names] == before
@@ -219,7 +219,9 @@ def other_pretrain(forward_step_func: Any) -> None:
 
 
 def test_another_function_is_refused() -> None:
-    with pytest.raises(TypeError, match="lacks train_step, get_forward_backward_func, get_args; in another loop use"):
+    with pytest.raises(
+        TypeError, match="lacks train, train_step, get_forward_backward_func, get_args; in another loop use"
+    ):
         PretrainAudit().wrap_pretrain(other_pretrain)
     with pytest.raises(TypeError, match="lacks the parameter forward_step_func"):
         PretrainAudit().wrap_pretrain(loop.parse_and_validate_args)

@@ -126,6 +126,7 @@ def policy_loss(observers: list[Any], micro: dict[str, Tensor], output: Tensor) 
             micro["mask"],
             valid=micro["mask"],
             sample_index=micro["sample_index"],
+            sample_slot=micro["sample_index"],
             rollout_id=micro["rollout_id"],
             token_position=micro["token_position"],
             token_ids=micro["labels"],
@@ -141,7 +142,12 @@ def start_audit(args: argparse.Namespace) -> MegatronAudit:
         log = args.out / "audit.jsonl"
         log.unlink(missing_ok=True)  # the sink appends, and this is a run of its own
         sinks.append(JsonlSink(log))
-    return register(args, config=AuditConfig(mode="off", breakdowns={"engine": ENGINES}), sinks=sinks)
+    config = AuditConfig(
+        mode="off",
+        breakdowns={"engine": ENGINES, "position": "auto", "confidence": "auto"},
+        samples_per_step=args.prompts * args.group_size,
+    )
+    return register(args, config=config, sinks=sinks)
 
 
 def hand_over_weights(trainer: Trainer, pool: EnginePool, step: int) -> None:

@@ -59,8 +59,10 @@ class TensorBoardSink:
             raise
 
     def close(self) -> None:
-        """Close the event file; the caller's writer is left alone."""
-        if self._log_dir is not None and self._writer is not None:
+        """Close the event file; the caller's writer is flushed, since its thread dies with the process."""
+        if self._log_dir is None:
+            self._writer.flush()
+        elif self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()
 
