@@ -6,7 +6,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ Group = dist.ProcessGroup | None
 
 _AGREEMENT_LENGTH = 64
 """int64 that every rank sends to agree; fixed for all versions, so that ranks of different ones can talk."""
+_FAILED = -1
+"""In the place of the mode: the rank could not be set up."""
 _HOST_WORDS = 4
 """The last of them: the name of the rank's host."""
 
@@ -203,6 +205,11 @@ def replicas_that_differ(collector: Collector | None, group: Group) -> list[int]
     return [rank for value, rank in table if value != table[0][0]]
 
 
+def world_group() -> Group:
+    """Return the group of all processes; None without a process group."""
+    return dist.group.WORLD if is_distributed() else None
+
+
 def own_gloo_group(group: Group = None) -> Group:
     """Collective: every rank of ``group`` must call this. Return a new gloo group of the same ranks."""
     if not is_distributed():
@@ -249,27 +256,41 @@ def _identity(group: Group) -> object:
     return group if group is not None or not is_distributed() else dist.group.WORLD
 
 
-def agree_on_layout(config: AuditConfig, group: Group = None) -> dict[int, str]:
-    """Collective: every rank of ``group`` must call this once, also where its mode is ``off``.
+def agree_on_layout(
+    config: AuditConfig | None, group: Group = None, *, failure: Exception | None = None
+) -> dict[int, str]:
+    """Collective: every rank of ``group`` must call this once, also where its mode is ``off`` or its set-up failed.
 
     Exchanges a hash of each setting, of a fixed size, so that ranks never reduce vectors of different length.
+
+    Args:
+        config: this rank's settings; None where they could not be read.
+        group: whose ranks agree; the default group if None.
+        failure: why this rank could not be set up; then no rank is, and none waits for another.
 
     Returns:
         Global rank -> name of its host, at most 32 bytes of it.
 
     Raises:
-        LayoutMismatchError: settings differ, unless every rank is ``off``. Every rank raises the same text.
+        LayoutMismatchError: settings differ, unless every rank is ``off``, or some ranks failed. Every rank raises the
+            same text.
+        Exception: ``failure`` itself where every rank failed.
     """
     _, group_size = group_place(group)
     if group_size == 1:
+        if failure is not None:
+            raise failure
         return {global_rank(): _text(_host_words())}
+    config = config or AuditConfig()
     values = config.agreed_values() | {"version": __version__, "group_size": str(group_size)}
     device = buffer_device(group, torch.device("cpu"))
-    mine = _agreement_row(values, config).to(device)
+    mine = _agreement_row(values, _FAILED if failure is not None else MODES.index(config.mode)).to(device)
     rows = [torch.zeros_like(mine) for _ in range(group_size)]
     dist.all_gather(rows, mine, group=group)
     table = torch.stack(rows).cpu()
     ranks, modes, hashes = table[:, 0].tolist(), table[:, 1], table[:, 2:-_HOST_WORDS]
+    if bool((modes == _FAILED).any()):
+        _raise_failures(failure, ranks, group)
     if bool((modes == MODES.index("off")).all()) or bool((hashes == hashes[0]).all()):
         return dict(zip(ranks, map(_text, table[:, -_HOST_WORDS:]), strict=True))
     # Every rank sees the same table and so comes here; now the values themselves can be told.
@@ -278,10 +299,24 @@ def agree_on_layout(config: AuditConfig, group: Group = None) -> dict[int, str]:
     raise LayoutMismatchError(_difference(texts, ranks))
 
 
-def _agreement_row(values: dict[str, str], config: AuditConfig) -> Tensor:
+def _raise_failures(failure: Exception | None, ranks: list[int], group: Group) -> NoReturn:
+    """Collective: every rank of ``group`` must call this; each raises the failures of all, or its own if all failed."""
+    texts: list[str | None] = [None] * len(ranks)
+    dist.all_gather_object(texts, None if failure is None else str(failure), group=group)
+    if failure is not None and None not in texts:
+        raise failure
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, text in zip(ranks, texts, strict=True):
+        if text is not None:
+            holders[text].append(rank)
+    told = "; ".join(f"{text} (on {_ranks(held)})" for text, held in holders.items())
+    raise LayoutMismatchError(f"the audit is set up on no rank, since it failed on some: {told}") from failure
+
+
+def _agreement_row(values: dict[str, str], mode: int) -> Tensor:
     hashes = [stable_hash(f"{name}={values[name]}") for name in sorted(values)]
     row = torch.zeros(_AGREEMENT_LENGTH, dtype=torch.int64)
-    row[: 2 + len(hashes)] = torch.tensor([global_rank(), MODES.index(config.mode), *hashes])
+    row[: 2 + len(hashes)] = torch.tensor([global_rank(), mode, *hashes])
     row[-_HOST_WORDS:] = _host_words()
     return row
 

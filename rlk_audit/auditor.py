@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlk_audit.allreduce import Group, Pending, agree_on_layout, all_reduce, glo
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig
 from rlk_audit.evidence import EvidenceBuffer
+from rlk_audit.layout import StateLayout
 from rlk_audit.limits import ConsistencyError, Judge, failure_message
 from rlk_audit.report import LayoutMismatchError, StepReport
 from rlk_audit.run_total import RunTotal
@@ -27,6 +29,19 @@ def close_all(sinks: Sequence[Sink]) -> None:
     """Close sinks."""
     for sink in sinks:
         sink.close()
+
+
+def set_up_failure(config: AuditConfig, group: Group = None) -> Exception | None:
+    """Return why an auditor of these settings cannot be made in this group, or None; it is the same on every rank."""
+    if config.mode == "off":
+        return None
+    try:
+        Judge(config)
+        layout = StateLayout(config, group_place(group)[1])
+    except ValueError as error:
+        return error
+    logger.info("the audit reduces %s bytes a step: %s", 8 * layout.length, layout.size_table())
+    return None
 
 
 def _close_anyway(sink: Sink) -> None:
@@ -71,8 +86,12 @@ class Auditor:
     ) -> None:
         self.config = config or AuditConfig()
         self.group = group
+        hosts = (
+            agree_on_layout(self.config, group, failure=set_up_failure(self.config, group))
+            if agreed is None
+            else agreed
+        )
         self._judge = Judge(self.config)
-        hosts = agree_on_layout(self.config, group) if agreed is None else agreed
         self.collector = None if self.config.mode == "off" else Collector(self.config, device)
         writes = group_place(group)[0] == 0 if writer is None else writer
         if self.collector is not None:
@@ -106,8 +125,8 @@ class Auditor:
 
         Args:
             step: the step's number.
-            expected_active_tokens: the training's own count of the step's active tokens over all ranks, positive; the
-                report warns if it counted another number, as with a wrong group or tokens that were given twice.
+            expected_active_tokens: the training's own count of the step's active tokens over all ranks; the report
+                warns if it counted another number, as with a wrong group or tokens that were given twice.
 
         Returns:
             The group's report; with ``lag=1`` that of the step before, None at first; None when the mode is ``off``.
@@ -124,6 +143,7 @@ class Auditor:
         """Collective: as ``step``, but a failed verdict is left to the caller, who asks ``failure``."""
         if self.collector is None:
             return None
+        step = operator.index(step)  # a number of numpy or torch is none that JSON could hold
         if expected_active_tokens is not None:
             self.collector.expect_active(expected_active_tokens)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from rlk_audit import breakdowns, samples
 from rlk_audit.config import AuditConfig
-from rlk_audit.layout import COUNTER_INDEX, FLAGS, StateLayout
+from rlk_audit.layout import COUNTER_INDEX, FLAGS, StateLayout, label_column
 from rlk_audit.measure import FlatTokens, measure
 from rlk_audit.report import StepReport
 from rlk_audit.state import State
@@ -20,6 +21,9 @@ from rlk_audit.tokens import PerToken, TokenBatch, Values, to_float_and_missing
 from rlk_audit.worst import abs_dlogp_of_rows, select_worst
 
 logger = logging.getLogger(__name__)
+
+_PER_TOKEN = ("token_position", "token_ids", "rollout_token_ids")
+"""Ids that are a token's own; the others, and labels, are often one value a sample."""
 
 
 class Collector:
@@ -68,7 +72,8 @@ class Collector:
             mask: same shape, bool, int or float; nonzero = active.
             microbatch: number of the micro-batch in the step; a second update of that number is ignored and counted.
             labels: label name -> integer codes of the same shape or broadcastable; the names are those of
-                ``config.breakdowns``, -1 is unknown.
+                ``config.breakdowns``, -1 is unknown. As with ``sample_index``, ``sample_slot``, ``rollout_id`` and
+                ``updates_since_rollout``, [rows] beside [rows, columns] is one value a row.
             fields: the other fields of TokenBatch: ``valid, rollout_missing, sample_index, sample_slot, rollout_id,
                 token_position, token_ids, rollout_token_ids, updates_since_rollout``.
 
@@ -103,11 +108,11 @@ class Collector:
         """Say how many active tokens the step has over the whole group; the report warns if it finds another number.
 
         Raises:
-            ValueError: ``tokens`` is not positive.
+            TypeError, ValueError: ``tokens`` is no integer, or negative.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise ValueError(f"the expected number of active tokens must be a positive integer, got {tokens!r}")
-        self._expected_active = tokens
+        if operator.index(tokens) < 0:
+            raise ValueError(f"the expected number of active tokens must not be negative, got {tokens!r}")
+        self._expected_active = 1 + operator.index(tokens)
 
     def flag(self, name: str) -> None:
         """Set one of FLAGS for the step."""
@@ -272,6 +277,8 @@ class Collector:
         if values is None or isinstance(values, int):  # filled on the device: copying a host value would wait for it
             return torch.full((), -1 if values is None else values, dtype=torch.int64, device=self.device).expand(shape)
         ids = torch.as_tensor(values, device=self.device)
+        if len(shape) == 2 and ids.dim() == 1 and len(ids) == shape[0] and name not in _PER_TOKEN:
+            ids = ids[:, None]  # one value a row
         if ids.numel() and (ids.is_floating_point() or ids.is_complex()):  # an empty list makes a float tensor
             raise ValueError(f"{name} must be integers, got {ids.dtype}")
         try:
@@ -355,7 +362,9 @@ class Collector:
         }
         for name in self.config.caller_labels:
             code = picked(f"label {name}", batch.labels.get(name))
-            columns[name] = torch.where((code >= 0) & (code < len(self.config.breakdowns[name])), code, -1)
+            columns[label_column(name)] = torch.where(
+                (code >= 0) & (code < len(self.config.breakdowns[name])), code, -1
+            )
         rows = torch.stack([columns[name] for name in self.layout.worst_fields], dim=1)
         state.worst.copy_(torch.where(exists[:, None], rows, 0))
 

@@ -50,7 +50,7 @@ AUTO = "auto"
 """What stands for a built-in label's buckets in ``AuditConfig.breakdowns``."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
-_PREFIX = re.compile(r"[A-Za-z0-9_.-][A-Za-z0-9_./ -]*|")
+_PREFIX = re.compile(r"(?![/ ])[A-Za-z0-9_./ -]*[_./ -]|")
 
 
 def quantile_text(q: str | float | int | Decimal) -> str:
@@ -136,14 +136,19 @@ class AuditConfig:
         _require_number(self.eps_high, "eps_high", 0.0, 1e6)
         _require_integer(self.grouping_power, "grouping_power", 5, 8)
         _require_integer(self.worst_k, "worst_k", 1, MAX_WORST_K)
-        _require(self.worst_per_sample in (None, 1), "worst_per_sample", "None or 1", self.worst_per_sample)
+        _require(
+            self.worst_per_sample is None or (self.worst_per_sample == 1 and self.worst_per_sample is not True),
+            "worst_per_sample",
+            "None or 1",
+            self.worst_per_sample,
+        )
         _require_number(self.sentinel_floor, "sentinel_floor", -1000.0, -1.0)
         _require_number(self.positive_tolerance, "positive_tolerance", 0.0, 1e-3)
         _require(isinstance(self.expect_identical, bool), "expect_identical", "True or False", self.expect_identical)
         _require(
             isinstance(self.prefix, str) and _PREFIX.fullmatch(self.prefix) is not None,
             "prefix",
-            "letters, digits, '_', '.', '-', ' ' and '/', with no leading slash",
+            "letters, digits and the signs '_', '.', '-', ' ' and '/', one of which ends it, with no leading slash",
             self.prefix,
         )
         _require_integer(self.max_state_bytes, "max_state_bytes", 1, 2**40)
@@ -260,7 +265,24 @@ def _canonical_breakdowns(breakdowns: Mapping[str, Sequence[str] | int]) -> Mapp
 def _canonical_limits(limits: Mapping[str, Any]) -> Mapping[str, Bound | tuple[Bound, ...]]:
     if not isinstance(limits, Mapping):
         raise TypeError(f"limits must map metric keys to bounds, got {type(limits).__name__}")
-    return MappingProxyType({str(k): tuple(v) if isinstance(v, (list, tuple)) else v for k, v in limits.items()})
+    return MappingProxyType({str(metric): _canonical_bounds(str(metric), bounds) for metric, bounds in limits.items()})
+
+
+def _canonical_bounds(metric: str, bounds: Any) -> Bound | tuple[Bound, ...]:
+    if isinstance(bounds, (list, tuple)):
+        _require(len(bounds) > 0, f"limits[{metric!r}]", "one bound or several", bounds)
+        return tuple(_canonical_bound(metric, bound) for bound in bounds)
+    return _canonical_bound(metric, bounds)
+
+
+def _canonical_bound(metric: str, bound: Any) -> Bound:
+    """Return a text as it is, and a number of any library as a float or an int."""
+    if isinstance(bound, (str, int)) and not isinstance(bound, bool):
+        return bound
+    try:
+        return float(None if isinstance(bound, bool) else bound)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"limits[{metric!r}] must be a number or a text, got {bound!r}") from error
 
 
 def _canonical_metadata(metadata: Mapping[str, Any]) -> Mapping[str, str]:

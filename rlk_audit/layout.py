@@ -80,7 +80,8 @@ ROW_HEADER = (
 )
 """Fields of a rank's row ahead of its worst tokens.
 
-``abs_dlogp_sum`` is float64 bits too; ``expected_active`` is what the rank was told of the whole group, 0 if nothing.
+``abs_dlogp_sum`` is float64 bits too; ``expected_active`` is one more than what the rank was told of the whole group,
+0 if it was told nothing.
 """
 
 WORST_TOKEN = (
@@ -137,7 +138,8 @@ class StateLayout:
         self.group_size = group_size
         self.labels = config.caller_labels
         self.worst_k = 1 if group_size > ONE_WORST_ABOVE else config.worst_k
-        self.worst_fields = WORST_TOKEN + self.labels
+        # A label may have the name of another field.
+        self.worst_fields = WORST_TOKEN + tuple(map(label_column, self.labels))
         lengths = {"counters": len(COUNTERS), "sketch": sketch_length(config.grouping_power)}
         lengths |= {f"sum_{name}": length for name, length in SUMS.items()}
         lengths |= {breakdown_field(n): (1 + len(c)) * breakdowns.ROW_LENGTH for n, c in config.breakdowns.items()}
@@ -188,6 +190,11 @@ class StateLayout:
                 f"the state would be {8 * self.length} bytes, more than max_state_bytes={self.config.max_state_bytes}: "
                 f"{parts} bytes; ask for less or raise max_state_bytes"
             )
+
+
+def label_column(label: str) -> str:
+    """Return the name of a label's column in the rows of worst tokens."""
+    return f"label/{label}"
 
 
 def breakdown_field(label: str) -> str:

@@ -19,7 +19,23 @@ from rlk_audit.config import AuditConfig, Bound
 from rlk_audit.report import StepReport, metric_names
 from rlk_audit.verdict import FAIL, NO_DATA, PASS, PENDING, LimitResult, Verdict
 
-LOW_IS_BAD = ("ess0", "prob_pearson", "mask_coverage", "compared_coverage", "identical_frac", "ratio0_min", "dlogp_min")
+LOW_IS_BAD = (
+    "ess0",
+    "seq_ess0",
+    "prob_pearson",
+    "mask_coverage",
+    "compared_coverage",
+    "identical_frac",
+    "ratio0_min",
+    "seq_ratio0_geo_min",
+    "seq_log_ratio0_min",
+    "dlogp_min",
+    "dlogp_p01",
+    "total_token_count",
+    "active_token_count",
+    "compared_token_count",
+    "sample_count",
+)
 """Metrics that a plain limit bounds from below."""
 
 MIN_HISTORY = 20
@@ -129,7 +145,7 @@ class Judge:
         """
         if not self._limits and not self._demands and not self._config.expect_identical:
             return None
-        results = tuple(self._check(limit, report.metrics[limit.metric]) for limit in self._limits)
+        results = tuple(self._check(limit, report.metrics) for limit in self._limits)
         verdict = Verdict(results, tuple(self._violations(report, results)))
         for metric, values in self._history.items():
             if not math.isnan(report.metrics[metric]):
@@ -146,12 +162,14 @@ class Judge:
             values.clear()
             values.extend(state.get(metric, ()))
 
-    def _check(self, limit: Limit, value: float) -> LimitResult:
-        bound = limit.value
+    def _check(self, limit: Limit, metrics: Mapping[str, float]) -> LimitResult:
+        value, bound = metrics[limit.metric], limit.value
         if limit.window is not None:
             values = list(self._history[limit.metric])[-limit.window :]
             bound = limit.value * statistics.median(values) if len(values) >= MIN_HISTORY else math.nan
-        if math.isnan(value):
+        if math.isnan(value) and _overflowed(limit.metric, metrics):
+            outcome, value = FAIL, math.inf
+        elif math.isnan(value):
             outcome = NO_DATA
         elif math.isnan(bound):
             outcome = PENDING
@@ -176,6 +194,13 @@ class Judge:
             yield f"{report.warnings['update_failed']} updates failed"
         if not report.metrics["compared_token_count"]:
             yield "nothing was compared"
+
+
+def _overflowed(metric: str, metrics: Mapping[str, float]) -> bool:
+    """Return whether a metric is null because it left the range of its numbers: then it is beyond any bound."""
+    if metric in ("ratio0_min", "ratio0_max"):
+        return metrics["compared_token_count"] > 0
+    return metrics.get(f"overflow/{metric}", 0) > 0
 
 
 def _refuse_unknown_metrics(limits: tuple[Limit, ...], config: AuditConfig) -> None:

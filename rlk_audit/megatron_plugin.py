@@ -8,7 +8,7 @@
     ...
     audit.step_end(iteration)                                          # every rank
 
-This is the only module that names megatron; it imports nothing of it, and finds groups where megatron-core was loaded.
+The modules of this name are the only ones that know megatron; they import nothing of it, and find what it loaded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from rlk_audit.allreduce import (
     global_rank,
     group_place,
     own_gloo_group,
-    replicas_that_differ,
-    share_failure,
+    world_group,
 )
-from rlk_audit.auditor import Auditor, close_all
-from rlk_audit.collector import Collector
+from rlk_audit.auditor import Auditor, close_all, set_up_failure
 from rlk_audit.config import AuditConfig
 from rlk_audit.evidence import EvidenceBuffer
-from rlk_audit.limits import ConsistencyError
+from rlk_audit.megatron_groups import ParallelGroups, Replicas, StrictGroup
+from rlk_audit.megatron_groups import resolve_groups as resolve_groups
 from rlk_audit.report import StepReport
 from rlk_audit.settings import Settings, resolve_settings
 from rlk_audit.settings import add_rlk_args as add_rlk_args
@@ -56,68 +55,6 @@ FORWARDS = {"old": "recomputed before any update", "current": "training forward"
 CURRENT_PREFIX = "rlk_audit_current/"
 
 
-@dataclass(frozen=True)
-class ParallelGroups:
-    """The process groups that matter to an audit; None where the caller's parallelism has no such group."""
-
-    dp: Group = None
-    dp_cp: Group = None
-    tp: Group = None
-    pp: Group = None
-    mp: Group = None
-
-    @property
-    def on_last_stage(self) -> bool:
-        """Whether this rank's pipeline stage computes the loss."""
-        if self.pp is None:
-            return True
-        rank, size = group_place(self.pp)
-        return rank == size - 1
-
-
-def resolve_groups(model: Any = None, pg_collection: Any = None) -> ParallelGroups:
-    """Find the groups: an explicit collection, else the model's own, else ``parallel_state``; None for those not found.
-
-    A collection that lacks a group is completed from ``parallel_state`` where that is initialised. Data groups are
-    always the full ones, never the partial group of one optimizer instance.
-    """
-    collection = pg_collection if pg_collection is not None else _collection_of(model)
-    # Several modules each have a collection (megatron-core 0.19); the policy is the language model.
-    if hasattr(collection, "get_language_model_collection"):
-        collection = collection.get_language_model_collection()
-    found = {name: getattr(collection, name, None) for name in ("dp", "dp_cp", "tp", "pp", "mp")}
-    # With weights re-materialised over peers that hold other data (0.19), this is the group of all of it.
-    found["dp_cp"] = getattr(collection, "dp_cp_gtp_remat", None) or found["dp_cp"]
-    for name, group in _parallel_state_groups().items():
-        if found[name] is None:
-            found[name] = group
-    return ParallelGroups(**found)
-
-
-def _collection_of(model: Any) -> Any:
-    module = model[0] if isinstance(model, (list, tuple)) and model else model
-    while module is not None and not isinstance(module, (list, tuple)):
-        collection = vars(module).get("pg_collection")
-        if collection is not None:
-            return collection
-        module = getattr(module, "module", None)
-    return None
-
-
-def _parallel_state_groups() -> dict[str, Group]:
-    # Where it was never imported it is not initialised, and importing it takes seconds.
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
-        return {}
-    return {
-        "dp": parallel_state.get_data_parallel_group(),
-        "dp_cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "tp": parallel_state.get_tensor_model_parallel_group(),
-        "pp": parallel_state.get_pipeline_model_parallel_group(),
-        "mp": parallel_state.get_model_parallel_group(),
-    }
-
-
 def register(
     args: argparse.Namespace | None = None,
     *,
@@ -128,6 +65,7 @@ def register(
     forward: str = "old",
     sinks: Sequence[Sink] = (),
     device: str | torch.device | None = None,
+    evaluation: bool = False,
     **in_code: Any,
 ) -> MegatronAudit:
     """Collective: every rank of the training must call this once, on every pipeline stage, whatever its mode.
@@ -143,44 +81,99 @@ def register(
             reported under the prefix ``rlk_audit_current/``. Register twice to audit both.
         sinks: where reports go, beside those that the settings name; the last rank, which owns a result, uses them.
         device: where the state lives; the current CUDA device if there is one, else the CPU.
+        evaluation: also count what a model in evaluation mode computes inside a wrapped forward step, as old
+            log-probabilities often are.
         in_code: other settings of the run as given in code (see ``settings.Settings``), such as ``cp_sharded=False``
             where log-probabilities were gathered over context parallelism.
 
     Raises:
-        LayoutMismatchError: the configurations differ over the ranks; every rank raises the same text.
-        ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up.
+        LayoutMismatchError: the configurations differ over the ranks, or some ranks could not be set up; every rank
+            raises the same text.
+        ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up, on every rank.
     """
     if forward not in FORWARDS:
         raise ValueError(f"forward must be {' or '.join(map(repr, FORWARDS))}, got {forward!r}")
-    settings = resolve_settings(args, config, **in_code)
-    config = _of_forward(settings.config, forward)
-    hosts = agree_on_layout(config)
+    try:
+        prepared = _prepare(args, config, in_code, forward, resolve_groups(model, pg_collection), group, sinks)
+    except Exception as error:  # the other ranks must not wait for this one
+        close_all(sinks)
+        agree_on_layout(config, failure=error)
+        raise
+    settings, config, groups, reduction_group = prepared.settings, prepared.config, prepared.groups, prepared.group
+    try:
+        hosts = agree_on_layout(config)
+    except Exception:
+        close_all(prepared.sinks)
+        raise
     if config.mode == "off":
-        close_all(sinks)
+        close_all(prepared.sinks)
         return MegatronAudit(None)
-    groups = resolve_groups(model, pg_collection)
-    strict = _StrictGroup(groups.mp or groups.pp) if config.mode == "strict" else None
+    strict = _strict_group(settings, groups)
     if not groups.on_last_stage:
-        close_all(sinks)
+        close_all(prepared.sinks)
         return MegatronAudit(None, strict)
-    reduction_group = group or (groups.dp_cp if settings.cp_sharded else groups.dp)
     side_group = settings.reduction_group == "gloo"
     if side_group:
         reduction_group = own_gloo_group(reduction_group)
-    writer = global_rank() == group_place()[1] - 1
     auditor = Auditor(
         config,
         reduction_group,
-        settings.build_sinks(sinks, **_writers_of_the_training()) if writer else sinks,
+        prepared.sinks,
         _device() if device is None else device,
-        writer=writer,
+        writer=_is_writer(),
         agreed=hosts,
         side_group=side_group,
         evidence=_evidence(settings, config, groups, forward),
     )
     # A training that ends without `close`, or by an exception, still writes what is there.
     atexit.register(auditor.close)
-    return MegatronAudit(auditor, strict, _Replicas(groups.tp, settings.tp_agreement_interval))
+    return MegatronAudit(auditor, strict, Replicas(groups.tp, settings.tp_agreement_interval), evaluation=evaluation)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a rank can do for its registration without the others."""
+
+    settings: Settings
+    config: AuditConfig
+    groups: ParallelGroups
+    group: Group
+    sinks: tuple[Sink, ...]
+
+
+def _prepare(
+    args: argparse.Namespace | None,
+    config: AuditConfig | None,
+    in_code: dict[str, Any],
+    forward: str,
+    groups: ParallelGroups,
+    group: Group,
+    sinks: Sequence[Sink],
+) -> _Prepared:
+    settings = resolve_settings(args, config, **in_code)
+    config = _of_forward(settings.config, forward)
+    reduction_group = group or (groups.dp_cp if settings.cp_sharded else groups.dp)
+    built = tuple(sinks)
+    if config.mode != "off":
+        # Also on a stage that reduces nothing, whose groups are as large: it must not go on alone.
+        failure = set_up_failure(config, reduction_group)
+        if failure is not None:
+            raise failure
+        if _is_writer():
+            built = settings.build_sinks(sinks, **_writers_of_the_training())
+    return _Prepared(settings, config, groups, reduction_group, built)
+
+
+def _is_writer() -> bool:
+    """Return whether this is the last rank, which is on the last stage and so owns a result."""
+    return global_rank() == group_place()[1] - 1
+
+
+def _strict_group(settings: Settings, groups: ParallelGroups) -> StrictGroup | None:
+    """Return the ranks that stop together: those of one model, or all where each replica has a verdict of its own."""
+    if settings.config.mode != "strict":
+        return None
+    return StrictGroup(groups.mp or groups.pp if settings.cp_sharded else world_group())
 
 
 def _device() -> torch.device:
@@ -225,50 +218,24 @@ class _Evaluation:
     training: bool
 
 
-@dataclass(frozen=True)
-class _StrictGroup:
-    """The ranks that must stop together: tensor x pipeline parallel; None is this process alone."""
-
-    group: Group
-
-    def stop_if_failed(self, message: str | None) -> None:
-        """Collective: every rank of the group must call this; all raise if one failed."""
-        shared = message if self.group is None else share_failure(message, self.group)
-        if shared is not None:
-            raise ConsistencyError(shared)
-
-
-@dataclass(frozen=True)
-class _Replicas:
-    """The tensor-parallel ranks, which must measure the same, and every how many steps they are compared (0: never)."""
-
-    group: Group = None
-    interval: int = 0
-
-    def compare(self, collector: Collector | None, steps: int) -> None:
-        """Collective: every rank of the group must call this, with the same ``steps``."""
-        if self.group is None or self.interval == 0 or steps % self.interval:
-            return
-        different = replicas_that_differ(collector, self.group)
-        if different and collector is not None:
-            collector.flag("tp_disagreement")
-            logger.warning("tensor-parallel ranks %s measured other log-probabilities than the first", different)
-
-
 class MegatronAudit:
     """A rank's handle on the audit; where nothing is to be done (mode ``off``, an earlier stage) its calls are free."""
 
     def __init__(
         self,
         auditor: Auditor | None,
-        strict: _StrictGroup | None = None,
-        replicas: _Replicas = _Replicas(),
+        strict: StrictGroup | None = None,
+        replicas: Replicas | None = None,
+        evaluation: bool = False,
     ) -> None:
         self.auditor = auditor
         self.weight_version = 0
         """Optimizer updates of the trainer so far; ``step_end`` counts them, a resumed run sets it."""
         self._strict = strict
-        self._replicas = replicas
+        self._replicas = replicas or Replicas()
+        self._count_evaluation = evaluation
+        self._left_out = self._counted = 0
+        self._told_left_out = False
         self._steps = 0
         self._calls: Counter[int] = Counter()
         self._evaluation: _Evaluation | None = None
@@ -286,7 +253,7 @@ class MegatronAudit:
         mask: Values | None = None,
         *,
         microbatch: int | None = None,
-        weight_version: int | Tensor | None = None,
+        weight_version: int | Values | None = None,
         **fields: Any,
     ) -> None:
         """Add one micro-batch's log-probabilities; the arguments are those of ``Collector.update``.
@@ -298,17 +265,20 @@ class MegatronAudit:
         if self.auditor is None:
             return
         evaluation = self._evaluation
-        if evaluation is not None and not evaluation.training:
+        if evaluation is not None and not evaluation.training and not self._count_evaluation:
+            self._left_out += 1
             return
         if microbatch is None and evaluation is not None:
             microbatch = evaluation.microbatch
         if weight_version is not None:
             fields["updates_since_rollout"] = self._updates_since(weight_version)
+        self._counted += 1
         self.auditor.update(train_log_probs, rollout_log_probs, mask, microbatch=microbatch, **fields)
 
-    def _updates_since(self, version: int | Tensor) -> int | Tensor:
+    def _updates_since(self, version: int | Values) -> int | Tensor:
         if isinstance(version, int):
             return -1 if version < 0 else self.weight_version - version
+        version = torch.as_tensor(version)
         return torch.where(version < 0, -1, self.weight_version - version)
 
     def attach(self, rollout_log_probs: Values | None, mask: Values, **fields: Any) -> None:
@@ -377,12 +347,25 @@ class MegatronAudit:
         report = None
         if self.auditor is not None:
             report = self.auditor.end_step(iteration, expected_active_tokens=expected_active_tokens)
+            self._tell_left_out(iteration)
         if self._strict is not None:
             message = None
             if self.auditor is not None and report is not None:
                 message = self.auditor.failure(report)
             self._strict.stop_if_failed(message)
         return report
+
+    def _tell_left_out(self, iteration: int) -> None:
+        """Say once why nothing was counted, where the model was in evaluation mode."""
+        if self._left_out and not self._counted and not self._told_left_out:
+            logger.warning(
+                "step %s: %s micro-batches were left out as evaluation, since the model was not in training mode, and "
+                "none was counted; old log-probabilities that are recomputed so need register(..., evaluation=True)",
+                iteration,
+                self._left_out,
+            )
+            self._told_left_out = True
+        self._left_out = self._counted = 0
 
     def close(self) -> None:
         """Finish what is in flight, write the run's total and close the sinks. Starts no communication."""

@@ -156,7 +156,7 @@ def step_warnings(totals: Totals) -> dict[str, int]:
     flags = {name: totals.flag(name) for name in FLAGS}
     expected = totals.column("expected_active")
     judged = {
-        "unexpected_token_count": int(bool(((expected > 0) & (expected != totals.active)).any())),
+        "unexpected_token_count": int(bool(((expected > 0) & (expected != totals.active + 1)).any())),
         "nothing_compared": int(totals.compared == 0),
     }
     return counted | flags | judged | _sample_warnings(totals)

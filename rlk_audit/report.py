@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlk_audit.breakdowns import UNKNOWN, Bucket, bucket_of_confidence, bucket_of_position
 from rlk_audit.config import TOKEN_CLASSES, AuditConfig
-from rlk_audit.layout import ROW_HEADER, StateLayout
+from rlk_audit.layout import ROW_HEADER, StateLayout, label_column
 from rlk_audit.metrics import (
     Histogram,
     Totals,
@@ -345,7 +345,8 @@ def _worst_token(row: dict[str, int], layout: StateLayout) -> WorstToken:
     train_logp, rollout_logp = np.array([row["train_logp"], row["rollout_logp"]]).view(np.float64).tolist()
     labels = {}
     for name in layout.labels:
-        labels[name] = layout.config.breakdowns[name][row[name]] if row[name] >= 0 else UNKNOWN
+        code = row[label_column(name)]
+        labels[name] = layout.config.breakdowns[name][code] if code >= 0 else UNKNOWN
     dlogp = train_logp - rollout_logp + 0.0
     ids = {name: row[name] for name in WORST_IDS}
     return WorstToken(abs(dlogp), dlogp, train_logp, rollout_logp, labels=labels, **ids)

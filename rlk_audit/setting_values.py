@@ -86,6 +86,8 @@ def names(value: Any) -> tuple[str, ...]:
         value = [] if value == "none" else value.split(",")
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"expected a list, got {value!r}")
+    if any(isinstance(part, bool) for part in value):
+        raise ValueError(f"expected names, got {value!r}; put yes, no, on and off in quotes")
     return tuple(str(part).strip() for part in value)
 
 
@@ -120,6 +122,8 @@ def limits(value: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _several(value: Any) -> Sequence[Any]:
+    if isinstance(value, (list, tuple)) and not value:
+        raise ValueError("expected a bound or several, got an empty list")
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -140,12 +144,15 @@ def _pairs(value: Any) -> list[tuple[str, Any]]:
         if match is None:
             raise ValueError(f"expected NAME=VALUE, got {item!r}")
         pairs.append((match[1], match[2].strip()))
+    twice = sorted({name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is given twice")
     return pairs
 
 
 def _codes(value: Any) -> int | str | tuple[str, ...]:
     if value == AUTO:
         return AUTO
-    if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()):
+    if not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, str) and value.isdecimal())):
         return int(value)
     return names(value)

@@ -268,7 +268,10 @@ def resolve_settings(
         raise ValueError(f"{', '.join(places)}: {error}") from error
     if merged.mode != "off":
         merged = _with_contract(merged, read, given)
-    return Settings(merged, **{**in_code, **{name: read[name] for name in read.keys() & _RUN_FIELDS}})
+    for name in in_code:
+        _refuse_unknown(name, f"{name} in code", _RUN_FIELDS)
+    own = {name: _checked(name, value, f"{name} in code") for name, value in in_code.items() if value is not None}
+    return Settings(merged, **{**own, **{name: read[name] for name in read.keys() & _RUN_FIELDS}})
 
 
 def validate_rlk_args(
@@ -339,10 +342,10 @@ def _from_environment(environ: Mapping[str, str]) -> Given:
 def _from_file(path: Path, where: str) -> Given:
     yaml = load_package("yaml", "yaml")
     try:
-        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+        contents = yaml.load(path.read_text(encoding="utf-8"), Loader=_strict_loader(yaml))
     except OSError as error:
         raise ValueError(f"{where}: {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a date that is none, and bad encoding
         raise ValueError(f"{where}: {path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(contents, dict | None):
         raise ValueError(f"{path}: expected settings, one a line, got {type(contents).__name__}")
@@ -352,6 +355,20 @@ def _from_file(path: Path, where: str) -> Given:
         if value is not None:
             given[str(name)] = (value, f"{path}, {name}")
     return given
+
+
+def _strict_loader(yaml: Any) -> Any:
+    """Return the safe loader, which here refuses a key that is given twice instead of dropping the first."""
+
+    class StrictLoader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+            if twice:
+                raise ValueError(f"{', '.join(twice)} is given twice")
+            return super().construct_mapping(node, deep)
+
+    return StrictLoader
 
 
 def _refuse_unknown(name: str, where: str, known: Any) -> None:

@@ -159,15 +159,17 @@ class LogHistogram:
         if isinstance(grouping_power, bool) or not isinstance(grouping_power, int) or not 5 <= grouping_power <= 8:
             raise ValueError(f"grouping_power must be an integer from 5 to 8, got {grouping_power!r}")
         self.grouping_power = grouping_power
-        self.counts = torch.zeros(sketch_length(grouping_power), dtype=torch.int64, device=device)
-        self._nan_count = torch.zeros((), dtype=torch.int64, device=device)
-        self._minimum = torch.full((), math.inf, dtype=torch.float64, device=device)
-        self._maximum = torch.full((), -math.inf, dtype=torch.float64, device=device)
+        with torch.inference_mode(False):
+            self.counts = torch.zeros(sketch_length(grouping_power), dtype=torch.int64, device=device)
+            self._nan_count = torch.zeros((), dtype=torch.int64, device=device)
+            self._minimum = torch.full((), math.inf, dtype=torch.float64, device=device)
+            self._maximum = torch.full((), -math.inf, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def update(self, values: Tensor | Sequence[float], mask: Tensor | None = None) -> None:
+    def update(self, values: Tensor | Sequence[float], mask: Tensor | Sequence[float] | None = None) -> None:
         """Add values (any shape, any float dtype); where ``mask`` is 0 a value does not count. NaN is counted apart."""
         values = torch.as_tensor(values, device=self.counts.device).double().reshape(-1)
+        mask = None if mask is None else torch.as_tensor(mask, device=values.device)
         if mask is not None and mask.numel() != values.numel():
             raise ValueError(f"mask must have one entry a value, got {mask.numel()} for {values.numel()}")
         active = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0

@@ -8,7 +8,7 @@ batch, and ``Collector.update`` counts and logs them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,40 +73,50 @@ class TokenBatch:
         rollout_log_probs: Sequence[Values | None] | None,
         mask: Sequence[Values] | None = None,
         *,
-        sample_index: Sequence[int] | None = None,
-        sample_slot: Sequence[int] | None = None,
-        rollout_id: Sequence[int] | None = None,
+        sample_index: Sequence[int | None] | None = None,
+        sample_slot: Sequence[int | None] | None = None,
+        rollout_id: Sequence[int | None] | None = None,
         token_ids: Sequence[Values] | None = None,
         rollout_token_ids: Sequence[Values] | None = None,
         updates_since_rollout: Sequence[int] | int | None = None,
-        labels: Mapping[str, Sequence[int]] | None = None,
+        labels: Mapping[str, Sequence[int | None]] | None = None,
     ) -> TokenBatch:
         """Build from one list (or 1-D tensor) of response tokens a sample; entry i scores response token i.
 
         ``None`` in a rollout list is a missing value, ``None`` for a whole list a sample without values. Without
-        ``mask`` every token is active. Per-sample sequences have one entry a sample. A sample whose lists differ in
-        length is refused whole, the others count.
+        ``mask`` every token is active. Per-sample sequences have one entry a sample, None where it is unknown. A sample
+        whose lists differ in length is refused whole, the others count.
         """
-        count = len(train_log_probs)
-        columns: dict[str, Sequence[Any] | None] = {
-            "rollout_log_probs": rollout_log_probs,
-            "mask": mask,
-            "token_ids": token_ids,
-            "rollout_token_ids": rollout_token_ids,
-        }
-        per_sample: dict[str, Sequence[int] | None] = {
-            "sample_index": sample_index,
-            "sample_slot": sample_slot,
-            "rollout_id": rollout_id,
-            "updates_since_rollout": [updates_since_rollout] * count
-            if isinstance(updates_since_rollout, int)
-            else updates_since_rollout,
-        }
-        labels = dict(labels or {})
+        return _or_fault(
+            lambda: cls._from_lists(
+                train_log_probs,
+                {
+                    "rollout_log_probs": rollout_log_probs,
+                    "mask": mask,
+                    "token_ids": token_ids,
+                    "rollout_token_ids": rollout_token_ids,
+                },
+                {"sample_index": sample_index, "sample_slot": sample_slot, "rollout_id": rollout_id},
+                updates_since_rollout,
+                dict(labels or {}),
+            )
+        )
+
+    @classmethod
+    def _from_lists(
+        cls,
+        train: Sequence[Values],
+        columns: dict[str, Sequence[Any] | None],
+        per_sample: dict[str, Sequence[int | None] | None],
+        updates: Sequence[int] | int | None,
+        labels: dict[str, Sequence[int | None]],
+    ) -> TokenBatch:
+        count = len(train)
+        per_sample["updates_since_rollout"] = [updates] * count if isinstance(updates, int) else updates
         for name, values in {**columns, **per_sample, **labels}.items():
             if values is not None and len(values) != count:
                 return cls((), fault=f"{name} must have one entry a sample, expected {count}, got {len(values)}")
-        return _join_samples(train_log_probs, columns, per_sample, labels)
+        return _join_samples(train, columns, per_sample, labels)
 
     @classmethod
     def from_padded(
@@ -128,12 +138,16 @@ class TokenBatch:
             fields: other fields of TokenBatch; per-sample ones may have the shape [batch].
         """
         _check_index_scores(index_scores)
-        train = torch.as_tensor(train_log_probs)
-        if train.dim() != 2:
-            return cls((), fault=f"padded arrays must be [batch, length], got the shape {tuple(train.shape)}")
-        position = torch.arange(train.shape[1], device=train.device).expand(train.shape)
-        places = _Places(position, len(train))
-        return places.batch(train, rollout_log_probs, mask, response_start, index_scores, fields)
+
+        def build() -> TokenBatch:
+            train = _log_probs(train_log_probs)
+            if train.dim() != 2:
+                return cls((), fault=f"padded arrays must be [batch, length], got the shape {tuple(train.shape)}")
+            position = torch.arange(train.shape[1], device=train.device).expand(train.shape)
+            places = _Places(position, len(train))
+            return places.batch(train, rollout_log_probs, mask, response_start, index_scores, fields)
+
+        return _or_fault(build)
 
     @classmethod
     def from_packed(
@@ -158,16 +172,20 @@ class TokenBatch:
         A pack whose arrays differ in length is refused whole.
         """
         _check_index_scores(index_scores)
-        train = torch.as_tensor(train_log_probs)
-        bounds = torch.as_tensor(cu_seqlens, device=train.device).long()
-        samples = len(bounds) - 1
-        refused = _refuse_unequal_pack(train, rollout_log_probs, mask, samples, fields.get("sample_index"))
-        if refused is not None:
-            return refused
-        sample, position = locate(torch.arange(train.numel(), device=train.device), bounds)
-        last = per_sample(bounds.diff(), sample, 0) - int(index_scores == "next_token")
-        places = _Places(position, samples, sample, position < last)
-        return places.batch(train, rollout_log_probs, mask, _or_zero(response_start), index_scores, fields)
+
+        def build() -> TokenBatch:
+            train, rollout, masks, own = _flat_pack(train_log_probs, rollout_log_probs, mask, fields)
+            bounds = _bounds("cu_seqlens", cu_seqlens, train.device)
+            samples = len(bounds) - 1
+            refused = _refuse_unequal_pack(train, rollout, masks, samples, own.get("sample_index"))
+            if refused is not None:
+                return refused
+            sample, position = locate(torch.arange(train.numel(), device=train.device), bounds)
+            last = per_sample(bounds.diff(), sample, 0) - int(index_scores == "next_token")
+            places = _Places(position, samples, sample, position < last)
+            return places.batch(train, rollout, masks, _or_zero(response_start), index_scores, own)
+
+        return _or_fault(build)
 
     @classmethod
     def from_cp_shard(
@@ -208,26 +226,35 @@ class TokenBatch:
                 "expected 0 <= cp_rank < cp_size and layout 'zigzag' or 'contiguous', "
                 f"got cp_rank={cp_rank}, cp_size={cp_size}, layout={layout!r}"
             )
-        train = torch.as_tensor(train_log_probs)
-        pieces = 2 * cp_size if layout == "zigzag" else cp_size
         place = Shard(cp_rank, cp_size, layout)
-        if cu_seqlens_padded is None:
-            if seq_length is None:
-                raise ValueError("from_cp_shard needs seq_length (padded arrays) or cu_seqlens_padded (packed ones)")
-            if train.dim() != 2 or seq_length % pieces or train.shape[1] != seq_length // cp_size:
-                return cls((), fault=_shard_fault(train, seq_length, cp_size, pieces))
+        if seq_length is None and cu_seqlens_padded is None:
+            raise ValueError("from_cp_shard needs seq_length (padded arrays) or cu_seqlens_padded (packed ones)")
+
+        def build_padded(length: int) -> TokenBatch:
+            train = _log_probs(train_log_probs)
+            pieces = 2 * cp_size if layout == "zigzag" else cp_size
+            if train.dim() != 2 or length % pieces or train.shape[1] != length // cp_size:
+                return cls((), fault=_shard_fault(train, length, cp_size, pieces))
             position = place.global_position(torch.arange(train.shape[1], device=train.device), train.shape[1])
             places = _Places(position.expand(train.shape), len(train))
             return places.batch(train, rollout_log_probs, mask, response_start, index_scores, fields)
-        bounds = torch.as_tensor(cu_seqlens_padded, device=train.device).long()
-        local_bounds = torch.div(bounds, cp_size, rounding_mode="floor")
-        sample, within = locate(torch.arange(train.numel(), device=train.device), local_bounds)
-        samples = len(bounds) - 1
-        position = place.global_position(within, per_sample(local_bounds.diff(), sample, 0))
-        true_bounds = bounds if cu_seqlens is None else torch.as_tensor(cu_seqlens, device=train.device).long()
-        last = per_sample(true_bounds.diff(), sample, 0) - int(index_scores == "next_token")
-        places = _Places(position, samples, sample, (sample < samples) & (position < last))
-        return places.batch(train, rollout_log_probs, mask, _or_zero(response_start), index_scores, fields)
+
+        def build_packed(padded: Values) -> TokenBatch:
+            train, rollout, masks, own = _flat_pack(train_log_probs, rollout_log_probs, mask, fields)
+            bounds = _bounds("cu_seqlens_padded", padded, train.device)
+            local_bounds = torch.div(bounds, cp_size, rounding_mode="floor")
+            sample, within = locate(torch.arange(train.numel(), device=train.device), local_bounds)
+            samples = len(bounds) - 1
+            position = place.global_position(within, per_sample(local_bounds.diff(), sample, 0))
+            true_bounds = bounds if cu_seqlens is None else _bounds("cu_seqlens", cu_seqlens, train.device)
+            last = per_sample(true_bounds.diff(), sample, 0) - int(index_scores == "next_token")
+            places = _Places(position, samples, sample, (sample < samples) & (position < last))
+            return places.batch(train, rollout, masks, _or_zero(response_start), index_scores, own)
+
+        if cu_seqlens_padded is not None:
+            return _or_fault(lambda: build_packed(cu_seqlens_padded))
+        assert seq_length is not None
+        return _or_fault(lambda: build_padded(seq_length))
 
 
 @dataclass(frozen=True)
@@ -265,7 +292,7 @@ class _Places:
         fields: dict[str, Any],
     ) -> TokenBatch:
         """Return the batch of these tokens, with their positions in the response where its start is known."""
-        labels = {name: self.spread(codes) for name, codes in fields.pop("labels", {}).items()}
+        labels = {name: self.spread(codes) for name, codes in (fields.pop("labels", None) or {}).items()}
         spread = {n: self.spread(value) if n in _PER_SAMPLE else value for n, value in fields.items()}
         slots = fields.get("sample_slot")
         if slots is not None and slots is not spread["sample_slot"]:
@@ -278,6 +305,47 @@ class _Places:
         if real is not None:
             spread.setdefault("valid", real)
         return TokenBatch(train, rollout, mask, labels=labels, **spread)
+
+
+def _or_fault(build: Callable[[], TokenBatch]) -> TokenBatch:
+    """Return the batch, or one that holds why the data make none: an exception would leave the other ranks waiting."""
+    try:
+        return build()
+    except Exception as error:
+        return TokenBatch((), fault=f"the batch cannot be read: {' '.join(str(error).split())}")
+
+
+def _log_probs(values: Values) -> Tensor:
+    tensor, absent = to_float_and_missing(values)
+    if absent is not None:
+        raise ValueError("train_log_probs must hold numbers, got None among them")
+    return tensor
+
+
+def _bounds(name: str, values: Values, device: torch.device) -> Tensor:
+    bounds = torch.as_tensor(values, device=device).long()
+    if bounds.dim() != 1 or not len(bounds):
+        raise ValueError(f"{name} must be [samples + 1], got the shape {tuple(bounds.shape)}")
+    return bounds
+
+
+def _flat_pack(
+    train: Values, rollout: Values | None, mask: Values, fields: dict[str, Any]
+) -> tuple[Tensor, Values | None, Values, dict[str, Any]]:
+    """Return a pack's arrays as [total], also where they came as [1, total]."""
+    first = _log_probs(train)
+    if first.dim() == 1:
+        return first, rollout, mask, fields
+    if first.dim() != 2 or len(first) != 1:
+        raise ValueError(f"packed arrays must be [total] or [1, total], got the shape {tuple(first.shape)}")
+
+    def flat(values: Any) -> Any:
+        whole = not isinstance(values, (Tensor, np.ndarray, list, tuple)) or np.ndim(values) != 2
+        return values if whole or len(values) != 1 else values[0]
+
+    own = {name: flat(values) for name, values in fields.items() if name != "labels"}
+    own["labels"] = {name: flat(codes) for name, codes in (fields.get("labels") or {}).items()}
+    return first[0], flat(rollout), flat(mask), own
 
 
 def _or_zero(response_start: PerToken) -> PerToken:
@@ -362,8 +430,8 @@ def to_float_and_missing(values: Values) -> tuple[Tensor, Tensor | None]:
 def _join_samples(
     train: Sequence[Values],
     columns: Mapping[str, Sequence[Any] | None],
-    per_sample: Mapping[str, Sequence[int] | None],
-    labels: Mapping[str, Sequence[int]],
+    per_sample: Mapping[str, Sequence[int | None] | None],
+    labels: Mapping[str, Sequence[int | None]],
 ) -> TokenBatch:
     """Join ragged samples end to end, leaving out those whose arrays differ in length."""
     given = {name: column for name, column in columns.items() if column is not None}
@@ -383,8 +451,8 @@ def _join_samples(
     lengths_kept = torch.tensor([len(train[i]) for i in kept], dtype=torch.int64)
     total = int(lengths_kept.sum())
 
-    def spread(values: Sequence[int]) -> Tensor:
-        return torch.tensor([int(values[i]) for i in kept], dtype=torch.int64).repeat_interleave(lengths_kept)
+    def spread(values: Sequence[int | None]) -> Tensor:
+        return torch.tensor([_id(values[i]) for i in kept], dtype=torch.int64).repeat_interleave(lengths_kept)
 
     scores = [to_float_and_missing(train[i]) for i in kept]
     if any(absent is not None for _, absent in scores):
@@ -403,7 +471,7 @@ def _join_samples(
         token_position=_join([torch.arange(len(train[i])) for i in kept]),
         labels={name: spread(codes) for name, codes in labels.items()},
         **ids,
-        whole_slots=None if slots is None else torch.tensor([int(slots[i]) for i in kept], dtype=torch.int64),
+        whole_slots=None if slots is None else torch.tensor([_id(slots[i]) for i in kept], dtype=torch.int64),
         refused_samples=len(train) - len(kept),
         refused_active=refused_active,
         refused_total=refused_total,
@@ -438,11 +506,16 @@ def _join(parts: list[Tensor]) -> Tensor:
     return torch.cat(filled) if filled else torch.zeros(0)
 
 
+def _id(value: int | None) -> int:
+    """Return an id; None is an unknown one."""
+    return -1 if value is None else int(value)
+
+
 def _active_count(mask: Values) -> int:
     return int((torch.as_tensor(mask) != 0).sum())
 
 
-def _refusal(place: int, lengths: Mapping[str, int], sample_index: Sequence[int] | None) -> str:
+def _refusal(place: int, lengths: Mapping[str, int], sample_index: Sequence[int | None] | None) -> str:
     told = ", ".join(f"{name} {length}" for name, length in lengths.items())
     named = f"sample {place} of the batch" if sample_index is None else f"sample_index {sample_index[place]}"
     return f"{named} is refused: its arrays must have one length, got {told}; keep the tokens that were sampled"

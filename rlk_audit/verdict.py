@@ -28,7 +28,8 @@ class LimitResult:
     outcome: str
 
     def __str__(self) -> str:
-        return f"{self.metric} is {self.value:.6g}, must be {self.relation} {self.bound:.6g}"
+        value = "beyond the range of its numbers" if math.isinf(self.value) else f"{self.value:.6g}"
+        return f"{self.metric} is {value}, must be {self.relation} {self.bound:.6g}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from rlk_audit.report import StepReport
+from rlk_audit.verdict import FAIL, NO_DATA
 
 logger = logging.getLogger(__name__)
 
@@ -56,5 +57,9 @@ def _sentences(report: StepReport) -> Iterator[tuple[str, str]]:
     for code, count in report.warnings.items():
         yield code, f"{code}={count}: {MEANINGS[code]}"
     if report.verdict is not None:
-        for result in report.verdict.failed_limits:
-            yield f"limit {result.metric}{result.relation}", f"a limit was crossed: {result}"
+        for result in report.verdict.limits:
+            subject = f"{result.metric}{result.relation}"
+            if result.outcome == FAIL:
+                yield f"limit {subject}", f"a limit was crossed: {result}"
+            elif result.outcome == NO_DATA:
+                yield f"no data {subject}", f"a limit has no data: {result.metric} is null"

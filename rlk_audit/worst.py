@@ -30,7 +30,7 @@ def select_worst(
         sample: int64 [n], indices of the tokens' samples.
         position: int64 [n], positions in them.
         k: how many; where there are fewer tokens the last places do not exist.
-        per_sample: take at most one token of each sample.
+        per_sample: take at most one token of each sample; tokens of unknown samples (-1) are each by itself.
     """
     place = torch.arange(len(abs_dlogp), device=abs_dlogp.device)
     remaining = abs_dlogp.clone()
@@ -44,7 +44,7 @@ def select_worst(
         chosen.append(lowest)
         exists.append(largest >= 0)
         # A scalar tensor as an index would be read on the host.
-        taken = sample == sample.index_select(0, lowest[None]) if per_sample else tied
+        taken = tied | ((sample == sample.index_select(0, lowest[None])) & (sample != -1)) if per_sample else tied
         remaining = torch.where(taken, NO_TOKEN, remaining)
     return torch.stack(chosen), torch.stack(exists)
 

@@ -61,7 +61,8 @@ def test_a_configuration_does_not_change() -> None:
         ({"expect_identical": 1}, "expect_identical must be True or False, got 1"),
         (
             {"prefix": "/a"},
-            "prefix must be letters, digits, '_', '.', '-', ' ' and '/', with no leading slash, got '/a'",
+            "prefix must be letters, digits and the signs '_', '.', '-', ' ' and '/', one of which ends it, with no "
+            "leading slash, got '/a'",
         ),
         ({"quantiles": ["1.5"]}, "a quantile must be a decimal number from 0 to 1, got '1.5'"),
         ({"quantiles": [True]}, "a quantile must be a decimal number from 0 to 1, got True"),

@@ -17,7 +17,9 @@ def by_sorting(values: list[float], samples: list[int], positions: list[int], k:
     order = sorted(range(len(values)), key=lambda i: (-values[i], samples[i], positions[i], i))
     chosen: list[int] = []
     for place in order:
-        if values[place] >= 0 and not (per_sample and samples[place] in [samples[i] for i in chosen]):
+        if values[place] >= 0 and not (
+            per_sample and samples[place] != -1 and samples[place] in [samples[i] for i in chosen]
+        ):
             chosen.append(place)
     return chosen[:k]
 

@@ -135,7 +135,7 @@ def test_replicas_are_compared_at_their_interval(
     audit = register(config=AuditConfig(), pg_collection=collection, tp_agreement_interval=2)
     collectives.clear()
     reports = []
-    with caplog.at_level(logging.WARNING, logger="rlk_audit.megatron_plugin"):
+    with caplog.at_level(logging.WARNING, logger="rlk_audit.megatron_groups"):
         for step in (1, 2, 3):
             observe(audit, 0.5 if disagree and dist.get_rank() == odd else 0.25)
             reports.append(audit.step_end(step).warnings)
@@ -143,5 +143,5 @@ def test_replicas_are_compared_at_their_interval(
     assert names(collectives) == ["all_reduce"] + ["all_gather"] * disagree
     assert reports == [{}, {"tp_disagreement": 1} if disagree else {}, {}]
     told = f"tensor-parallel ranks [{odd}] measured other log-probabilities than the first"
-    plugin = [record.message for record in caplog.records if record.name == "rlk_audit.megatron_plugin"]
+    plugin = [record.message for record in caplog.records if record.name == "rlk_audit.megatron_groups"]
     assert plugin == [told] * disagree
