@@ -6,7 +6,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.distributed as dist
@@ -257,7 +257,11 @@ def _identity(group: Group) -> object:
 
 
 def agree_on_layout(
-    config: AuditConfig | None, group: Group = None, *, failure: Exception | None = None
+    config: AuditConfig | None,
+    group: Group = None,
+    *,
+    failure: Exception | None = None,
+    further: Mapping[str, Any] | None = None,
 ) -> dict[int, str]:
     """Collective: every rank of ``group`` must call this once, also where its mode is ``off`` or its set-up failed.
 
@@ -267,6 +271,7 @@ def agree_on_layout(
         config: this rank's settings; None where they could not be read.
         group: whose ranks agree; the default group if None.
         failure: why this rank could not be set up; then no rank is, and none waits for another.
+        further: name -> value of other settings that decide which collectives are started.
 
     Returns:
         Global rank -> name of its host, at most 32 bytes of it.
@@ -282,7 +287,8 @@ def agree_on_layout(
             raise failure
         return {global_rank(): _text(_host_words())}
     config = config or AuditConfig()
-    values = config.agreed_values() | {"version": __version__, "group_size": str(group_size)}
+    values = config.agreed_values() | {name: str(value) for name, value in (further or {}).items()}
+    values |= {"version": __version__, "group_size": str(group_size)}
     device = buffer_device(group, torch.device("cpu"))
     mine = _agreement_row(values, _FAILED if failure is not None else MODES.index(config.mode)).to(device)
     rows = [torch.zeros_like(mine) for _ in range(group_size)]

@@ -22,6 +22,9 @@ from rlk_audit.worst import abs_dlogp_of_rows, select_worst
 
 logger = logging.getLogger(__name__)
 
+ERROR_INTERVAL = 100
+"""Steps in which failed updates are logged once."""
+
 _PER_TOKEN = ("token_position", "token_ids", "rollout_token_ids")
 """Ids that are a token's own; the others, and labels, are often one value a sample."""
 
@@ -52,7 +55,7 @@ class Collector:
         """Global rank -> host of the ranks that agreed."""
         self._microbatches: set[int] = set()
         self._expected_active = 0
-        self._error_logged = False
+        self._silent_steps = 0
 
     def update(
         self,
@@ -110,8 +113,8 @@ class Collector:
         Raises:
             TypeError, ValueError: ``tokens`` is no integer, or negative.
         """
-        if operator.index(tokens) < 0:
-            raise ValueError(f"the expected number of active tokens must not be negative, got {tokens!r}")
+        if not 0 <= operator.index(tokens) < 2**62:
+            raise ValueError(f"the expected number of active tokens must be from 0 to 2^62, got {tokens!r}")
         self._expected_active = 1 + operator.index(tokens)
 
     def flag(self, name: str) -> None:
@@ -130,7 +133,7 @@ class Collector:
             self._state.copy_from(self._empty)
         self._microbatches.clear()
         self._expected_active = 0
-        self._error_logged = False
+        self._silent_steps = max(self._silent_steps - 1, 0)
         self.last_error = None
 
     def merge(self, other: Collector) -> None:
@@ -171,16 +174,16 @@ class Collector:
         self._state.additive[COUNTER_INDEX[counter]] += 1
 
     def _tell(self, sentence: str) -> None:
-        """Keep the sentence and log the step's first."""
+        """Keep the sentence, and log it unless one was logged in the last ERROR_INTERVAL steps."""
         self.last_error = sentence
-        if not self._error_logged:
+        if not self._silent_steps:
             logger.warning("%s", sentence)
-            self._error_logged = True
+            self._silent_steps = ERROR_INTERVAL
 
     def as_batch(
         self,
-        train: Values | TokenBatch,
-        rollout: Values | None = None,
+        train_log_probs: Values | TokenBatch,
+        rollout_log_probs: Values | None = None,
         mask: Values | None = None,
         labels: Mapping[str, PerToken] | None = None,
         **fields: Any,
@@ -190,14 +193,14 @@ class Collector:
         Raises:
             TypeError: as ``update``.
         """
-        if isinstance(train, TokenBatch):
-            if rollout is not None or mask is not None or labels or fields:
+        if isinstance(train_log_probs, TokenBatch):
+            if rollout_log_probs is not None or mask is not None or labels or fields:
                 raise TypeError("a TokenBatch holds all fields; give it alone, with microbatch at most")
-            batch = train
+            batch = train_log_probs
         else:
-            if train is None or mask is None:
+            if train_log_probs is None or mask is None:
                 raise TypeError("train_log_probs and mask are needed; only rollout_log_probs may be None")
-            batch = TokenBatch(train, rollout, mask, labels=labels or {}, **fields)
+            batch = TokenBatch(train_log_probs, rollout_log_probs, mask, labels=labels or {}, **fields)
         for name in ("train_log_probs", "rollout_log_probs", "mask"):
             values = getattr(batch, name)
             if values is not None and not isinstance(values, (Tensor, np.ndarray, list, tuple)):

@@ -30,6 +30,17 @@ CONTRACT_METRICS = {
 """A contract's name of a metric -> ours."""
 
 _RELATIONS = {"value <= threshold": "<=", "value >= threshold": ">="}
+_RULES = (
+    "compute_dtype",
+    "require_all",
+    "nan_inf_policy",
+    "empty_active_token_set",
+    "dlogp_definition",
+    "clip_interval_field",
+    "default_clip_interval",
+    "metrics",
+)
+"""What a contract may say. ``compute_dtype`` and ``clip_interval_field`` speak of its own program: ours is float64."""
 _DEFINITION = "comparison_lhs_logp - comparison_rhs_logp"
 _DEFAULT_CLIP = (0.2, 0.2)
 
@@ -54,23 +65,33 @@ def apply_contract(config: AuditConfig, path: str | os.PathLike[str], dtype: str
     version = contract.get("version")
     if version not in KNOWN_VERSIONS:
         raise ContractError(f"{path}: version {version!r} is not known; known are {', '.join(KNOWN_VERSIONS)}")
+    _refuse_unknown(contract, ("version", "chain_logprob_aggregates"), "the contract", path)
     rules = _part(contract, "chain_logprob_aggregates", path)
+    _refuse_unknown(rules, _RULES, "chain_logprob_aggregates", path)
+    if rules.get("require_all", True) is not True:
+        raise ContractError(f"{path}: require_all must be true, got {rules.get('require_all')!r}")
     if rules.get("dlogp_definition") != _DEFINITION:
         raise ContractError(f"{path}: dlogp_definition must be {_DEFINITION!r}, got {rules.get('dlogp_definition')!r}")
     limits = {**config.limits}
-    for name, rule in _part(rules, "metrics", path).items():
+    metrics = _part(rules, "metrics", path)
+    if not metrics:
+        raise ContractError(f"{path}: metrics must name at least one metric")
+    for name, rule in metrics.items():
         metric, bound = _limit(name, rule, dtype, path)
         ours = limits.get(metric, ())
         limits[metric] = (*(ours if isinstance(ours, tuple) else (ours,)), bound)
     eps_low, eps_high = _clip_interval(config, rules, path)
-    return replace(
-        config,
-        limits=limits,
-        eps_low=eps_low,
-        eps_high=eps_high,
-        contract=version,
-        strict_classes=_classes_not_allowed(config, rules, path),
-    )
+    try:
+        return replace(
+            config,
+            limits=limits,
+            eps_low=eps_low,
+            eps_high=eps_high,
+            contract=version,
+            strict_classes=_classes_not_allowed(config, rules, path),
+        )
+    except ValueError as error:
+        raise error if isinstance(error, ContractError) else ContractError(f"{path}: {error}") from error
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -83,6 +104,14 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(contract, dict):
         raise ContractError(f"the contract {path} must be a JSON object, got {type(contract).__name__}")
     return contract
+
+
+def _refuse_unknown(values: Mapping[str, Any], known: tuple[str, ...], where: str, path: object) -> None:
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ContractError(
+            f"{path}: {where} holds {', '.join(unknown)}, which is not known; known are {', '.join(known)}"
+        )
 
 
 def _part(values: Mapping[str, Any], name: str, path: object) -> Mapping[str, Any]:
@@ -98,10 +127,12 @@ def _limit(name: str, rule: Any, dtype: str, path: object) -> tuple[str, str]:
     relation = _RELATIONS.get(str(rule.get("pass_rule"))) if isinstance(rule, dict) else None
     if relation is None:
         raise ContractError(f"{path}: pass_rule of {name} must be one of {', '.join(map(repr, _RELATIONS))}")
+    _refuse_unknown(rule, ("pass_rule", "by_execution_dtype"), name, path)
     thresholds = _part(rule, "by_execution_dtype", path)
     if dtype not in thresholds:
         raise ContractError(f"{path}: {name} has no threshold for dtype {dtype!r}; it has {', '.join(thresholds)}")
-    threshold = thresholds[dtype].get("threshold") if isinstance(thresholds[dtype], dict) else None
+    _refuse_unknown(_part(thresholds, dtype, path), ("threshold",), f"{name} for {dtype}", path)
+    threshold = thresholds[dtype].get("threshold")
     if isinstance(threshold, bool) or not isinstance(threshold, (int, Decimal)):
         raise ContractError(f"{path}: the threshold of {name} for {dtype} must be a number, got {threshold!r}")
     return CONTRACT_METRICS[name], f"{relation}{threshold}"
@@ -112,7 +143,10 @@ def _clip_interval(config: AuditConfig, rules: Mapping[str, Any], path: object) 
     ours = (config.eps_low, config.eps_high)
     if interval is None:
         return ours
-    pair = isinstance(interval, list) and [isinstance(bound, (int, Decimal)) for bound in interval] == [True, True]
+    pair = (
+        isinstance(interval, list)
+        and [isinstance(bound, (int, Decimal)) and not isinstance(bound, bool) for bound in interval] == [True] * 2
+    )
     if not pair:
         raise ContractError(f"{path}: default_clip_interval must be two numbers, got {interval!r}")
     # Decimal arithmetic, so that [0.8, 1.2] is eps 0.2 and not 0.19999999999999996.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -103,6 +104,7 @@ class EvidenceBuffer:
 
         The step sealed before is held too, older ones are forgotten.
         """
+        step = operator.index(step)
         self._sealed = {**dict(list(self._sealed.items())[-1:]), step: self._open}
         self._begin()
 
@@ -122,6 +124,7 @@ class EvidenceBuffer:
         Returns:
             The file; None if there was nothing to write, it was too soon, or it could not be written.
         """
+        step = operator.index(step)
         if not force and self._last_attempt is not None and 0 <= step - self._last_attempt < self._min_steps:
             return None
         self._last_attempt = step  # a failed one too: a full disk must not cost every step the work

@@ -63,7 +63,7 @@ MAXIMA = ("dlogp_max", "abs_dlogp_max", "prob_diff_max")
 EXTREMES = MINIMA + MAXIMA
 """Kept as float64 bits; they mean something only where tokens were compared."""
 
-FLAGS = {"missing_metadata": 1, "missing_rollout_log_probs": 2, "tp_disagreement": 4}
+FLAGS = {"missing_metadata": 1, "missing_rollout_log_probs": 2, "tp_disagreement": 4, "unexpected_token_count": 8}
 """Bits of a row's ``flags``."""
 
 ROW_HEADER = (

@@ -38,6 +38,9 @@ LOW_IS_BAD = (
 )
 """Metrics that a plain limit bounds from below."""
 
+SIGNED = ("dlogp_", "kl0_k1", "log_ppl_diff", "prob_pearson", "chi2_0", "seq_chi2_0", "seq_log_ratio0", "worst_")
+"""Beginnings of the keys of metrics of either sign, which a multiple of their median cannot bound."""
+
 MIN_HISTORY = 20
 """Steps that must exist before a relative limit gives a verdict."""
 
@@ -87,6 +90,8 @@ class Limit:
                 f"the limit of {metric} must be a number, '<=0.05', '>=0.9' or '3x_median_50' (a positive factor, "
                 f"at least {MIN_HISTORY} steps), got {bound!r}"
             )
+        if relative:
+            _refuse_useless_relative(metric, relation, value, bound)
         return cls(metric, relation, value, window)
 
     @classmethod
@@ -107,6 +112,17 @@ class Limit:
         return f"{self.metric}{self.relation}{bound}"
 
 
+def _refuse_useless_relative(metric: str, relation: str, factor: float, bound: object) -> None:
+    """Refuse a relative limit that every usual step would cross, or whose median may be negative."""
+    if any(metric.startswith(prefix) for prefix in SIGNED):
+        raise ValueError(f"the limit {bound!r} of {metric} is relative, but a median of it may be negative or near 0")
+    if (factor < 1) if relation == "<=" else (factor > 1):
+        side = "at least 1" if relation == "<=" else "at most 1"
+        raise ValueError(
+            f"the limit {bound!r} of {metric} must have a factor of {side}, or every usual step crosses it"
+        )
+
+
 def parse_limits(limits: Mapping[str, Bound | tuple[Bound, ...]]) -> tuple[Limit, ...]:
     """Make limits of a mapping; a metric may have several bounds in a tuple."""
     parsed = []
@@ -119,9 +135,9 @@ def parse_limits(limits: Mapping[str, Bound | tuple[Bound, ...]]) -> tuple[Limit
 class Judge:
     """Judges the reports of a run, in order, against the configuration's limits.
 
-    In mode ``strict``, and where a contract was loaded, it also demands that the classes of
-    ``config.classes_not_allowed`` are empty, that no update failed and that something was compared; ``strict`` takes a
-    limited metric without data for a failure too.
+    A step that compared nothing passes nothing. In mode ``strict``, and where a contract was loaded, it also demands
+    that the classes of ``config.classes_not_allowed`` are empty and that no update failed; ``strict`` takes a limited
+    metric without data for a failure too.
 
     Raises:
         ValueError: a limit names no metric of this configuration.
@@ -147,8 +163,10 @@ class Judge:
             return None
         results = tuple(self._check(limit, report.metrics) for limit in self._limits)
         verdict = Verdict(results, tuple(self._violations(report, results)))
+        crossed = {result.metric for result in verdict.failed_limits}
         for metric, values in self._history.items():
-            if not math.isnan(report.metrics[metric]):
+            # A value that crossed its limit is no measure of what is usual: a drift that stays goes on failing.
+            if metric not in crossed and not math.isnan(report.metrics[metric]):
                 values.append(report.metrics[metric])
         return verdict
 
@@ -185,6 +203,8 @@ class Judge:
             yield f"train and rollout were expected to be identical, a share of {share:.3g} of the tokens differs"
         if config.mode == "strict":
             yield from (f"{result.metric} has no data" for result in results if result.outcome == NO_DATA)
+        if not report.metrics["compared_token_count"]:
+            yield "nothing was compared"
         if not self._demands:
             return
         for name in config.classes_not_allowed:
@@ -192,8 +212,6 @@ class Judge:
                 yield f"{report.classes[name]} tokens of the class {name}, which must be empty"
         if not report.complete:
             yield f"{report.warnings['update_failed']} updates failed"
-        if not report.metrics["compared_token_count"]:
-            yield "nothing was compared"
 
 
 def _overflowed(metric: str, metrics: Mapping[str, float]) -> bool:

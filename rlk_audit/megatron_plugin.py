@@ -14,7 +14,6 @@ The modules of this name are the only ones that know megatron; they import nothi
 from __future__ import annotations
 
 import argparse
-import atexit
 import functools
 import logging
 import sys
@@ -52,6 +51,8 @@ ForwardStep = Callable[..., Any]
 
 FORWARDS = {"old": "recomputed before any update", "current": "training forward"}
 """What may be audited -> what the reports say of it."""
+_AGREED_SETTINGS = ("reduction_group", "cp_sharded", "tp_agreement_interval")
+"""Settings of the run that decide which collectives a rank starts."""
 CURRENT_PREFIX = "rlk_audit_current/"
 
 
@@ -101,7 +102,7 @@ def register(
         raise
     settings, config, groups, reduction_group = prepared.settings, prepared.config, prepared.groups, prepared.group
     try:
-        hosts = agree_on_layout(config)
+        hosts = agree_on_layout(config, further={name: getattr(settings, name) for name in _AGREED_SETTINGS})
     except Exception:
         close_all(prepared.sinks)
         raise
@@ -125,8 +126,6 @@ def register(
         side_group=side_group,
         evidence=_evidence(settings, config, groups, forward),
     )
-    # A training that ends without `close`, or by an exception, still writes what is there.
-    atexit.register(auditor.close)
     return MegatronAudit(auditor, strict, Replicas(groups.tp, settings.tp_agreement_interval), evaluation=evaluation)
 
 
@@ -311,13 +310,17 @@ class MegatronAudit:
         return forward_step
 
     def wrap_schedule(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a schedule that numbers micro-batches from 0 each time it runs: a rerun counts nothing twice."""
+        """Return a schedule that numbers micro-batches from 0 each time it trains: a rerun counts nothing twice.
+
+        With ``forward_only`` the numbers go on, since a batch may be scored in several parts and nothing reruns it.
+        """
         if self.auditor is None:
             return forward_backward_func
 
         @functools.wraps(forward_backward_func)
         def schedule(*args: Any, **kwargs: Any) -> Any:
-            self._calls.clear()
+            if not kwargs.get("forward_only", False):
+                self._calls.clear()
             return forward_backward_func(*args, **kwargs)
 
         return schedule
@@ -370,7 +373,6 @@ class MegatronAudit:
     def close(self) -> None:
         """Finish what is in flight, write the run's total and close the sinks. Starts no communication."""
         if self.auditor is not None:
-            atexit.unregister(self.auditor.close)
             self.auditor.close()
 
     def __enter__(self) -> MegatronAudit:

@@ -13,6 +13,7 @@ begins with ``rlk_audit_``. Nothing here changes what it is given.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,14 +77,15 @@ def partition_metadata(
 
     Args:
         rollout_data: columns with one entry a sample; an entry of None is a sample that lacks the field.
-        partitions: for each data-parallel rank the places of its samples; a sample may be in none or in several.
+        partitions: for each data-parallel rank the places of its samples, or a mask of them; a sample may be in none or
+            in several.
         fields: the names to carry, such as further labels of ``AuditConfig.breakdowns``.
 
     Raises:
-        ValueError: two columns differ in length, or a place is not in them.
+        ValueError, TypeError: two columns differ in length, or a place is not in them, or is no integer.
     """
     columns = {field: column for field in fields if (column := _column(rollout_data, field)) is not None}
-    places = [[int(place) for place in partition] for partition in partitions]
+    places = [_places(partition) for partition in partitions]
     _check_lengths(columns, places)
     parts = [{audit_key(field): _pick(column, part) for field, column in columns.items()} for part in places]
     if "sample_index" in fields and "sample_index" not in columns:
@@ -117,6 +119,7 @@ def batch_fields(
         column = torch.tensor(values, dtype=torch.int64)
         return column[:, None] if per_row else column
 
+    trainer_version = None if trainer_version is None else operator.index(trainer_version)
     ids: dict[str, list[int]] = {}
     for name in ("sample_index", "rollout_id"):
         values = _values(metadata, name)
@@ -126,10 +129,10 @@ def batch_fields(
     if updates is not None:
         ids["updates_since_rollout"] = [UNKNOWN if value is None else value for value in updates]
     labels = {}
-    for name, names in config.breakdowns.items():
+    for name in config.caller_labels:
         given = _label_values(metadata, name, trainer_version)
         if given is not None:
-            codes = {code: place for place, code in enumerate(names)}
+            codes = {code: place for place, code in enumerate(config.breakdowns[name])}
             labels[name] = tensor([_code(value, codes) for value in given])
     return {name: tensor(values) for name, values in ids.items()} | {"labels": labels}
 
@@ -144,7 +147,7 @@ def missing_fields(
     so by ``if missing_fields(...): collector.flag("missing_metadata")``. A name that is given but not declared is
     unknown, not missing.
     """
-    asked = dict.fromkeys((*config.breakdowns, *required))
+    asked = dict.fromkeys((*config.caller_labels, *required))
     found = {name: _label_values(metadata, name, trainer_version) for name in asked}
     return tuple(name for name, values in found.items() if values is None or any(value is None for value in values))
 
@@ -180,6 +183,14 @@ def _check_lengths(columns: Mapping[str, Any], places: Sequence[Sequence[int]]) 
     outside = [place for place in used if not 0 <= place < samples]
     if outside:
         raise ValueError(f"a partition must hold places from 0 to {samples - 1}, got {outside[0]}")
+
+
+def _places(partition: Iterable[Any]) -> list[int]:
+    """Return a partition's places; a mask of booleans means the places where it holds."""
+    given = [_plain(place) for place in partition]
+    if given and all(isinstance(place, bool) for place in given):
+        return [place for place, chosen in enumerate(given) if chosen]
+    return [operator.index(place) for place in given]
 
 
 def _pick(column: Any, places: list[int]) -> Any:

@@ -155,11 +155,9 @@ def step_warnings(totals: Totals) -> dict[str, int]:
     counted = {name: totals.counters[name] for name in TOKEN_WARNINGS + OTHER_COUNTED_WARNINGS}
     flags = {name: totals.flag(name) for name in FLAGS}
     expected = totals.column("expected_active")
-    judged = {
-        "unexpected_token_count": int(bool(((expected > 0) & (expected != totals.active + 1)).any())),
-        "nothing_compared": int(totals.compared == 0),
-    }
-    return counted | flags | judged | _sample_warnings(totals)
+    if ((expected > 0) & (expected != totals.active + 1)).any():
+        flags["unexpected_token_count"] = 1
+    return counted | flags | {"nothing_compared": int(totals.compared == 0)} | _sample_warnings(totals)
 
 
 def _sample_warnings(totals: Totals) -> dict[str, int]:

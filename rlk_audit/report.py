@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -286,12 +287,12 @@ class StepReport:
                 lambda: contents,
                 scope=values["scope"],
                 kind=values["kind"],
-                step=values["step"],
+                step=None if values["step"] is None else operator.index(values["step"]),
                 prefix=values["prefix"],
                 metadata=values["metadata"],
                 verdict=None if values["verdict"] is None else Verdict.from_dict(values["verdict"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a step report: {type(error).__name__} {error}") from error
 
 

@@ -27,6 +27,10 @@ SETTINGS_OF_STATE = (
 """Settings that give a state its meaning; a run may be continued only under the same."""
 
 
+def _shapes(state: State) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    return [(tensor.dtype, tuple(tensor.shape)) for tensor in state.tensors()]
+
+
 class RunTotal:
     """Adds up the group's states of a run, on their device, without host syncs.
 
@@ -35,8 +39,8 @@ class RunTotal:
     """
 
     def __init__(self, config: AuditConfig) -> None:
-        # A slot is another sample in each step.
-        self._config = replace(config, samples_per_step=None)
+        # A slot is another sample in each step, and so may a sample index be.
+        self._config = replace(config, samples_per_step=None, worst_per_sample=None)
         self._layout = StateLayout(self._config)
         self._step_config = config
         self._state: State | None = None
@@ -47,8 +51,7 @@ class RunTotal:
         with torch.inference_mode(False), torch.no_grad():
             step = State.of_vector(vector, StateLayout(self._step_config, group_size))
             step.additive = step.additive[: self._layout.additive_length].clone()
-            one_per_sample = self._config.worst_per_sample == 1
-            self._state = step if self._state is None else self._state.merged(step, one_per_sample)
+            self._state = step if self._state is None else self._state.merged(step, worst_per_sample=False)
         self.steps += 1
 
     def report(self) -> StepReport | None:
@@ -71,16 +74,20 @@ class RunTotal:
         """Take up a run where ``state_dict`` left it.
 
         Raises:
-            ValueError: the run was made with other settings; the text names them.
+            ValueError: the run was made with other settings, which the text names, or the state is damaged.
         """
         settings = self._settings()
         other = [name for name in settings if values["settings"].get(name) != settings[name]]
         if other:
             told = ", ".join(f"{name} was {values['settings'].get(name)}, is {settings[name]}" for name in other)
             raise ValueError(f"the saved run total was made with other settings: {told}")
+        empty = State.empty(self._layout, torch.device("cpu"))
+        saved = None if values["state"] is None else State(*values["state"])
+        if saved is not None and _shapes(saved) != _shapes(empty):
+            raise ValueError(f"the saved run total must hold {_shapes(empty)}, got {_shapes(saved)}")
         self.steps = int(values["steps"])
-        self._state = None if values["state"] is None else State(*values["state"]).to(device)
+        self._state = None if saved is None else saved.to(device)
 
     def _settings(self) -> dict[str, str]:
-        agreed = self._config.agreed_values()
+        agreed = self._step_config.agreed_values()
         return {name: agreed[name] for name in SETTINGS_OF_STATE}

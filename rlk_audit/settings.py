@@ -257,6 +257,8 @@ def resolve_settings(
         ValueError: a setting is unknown or wrong; the text begins with the option, variable or file that gave it.
         ImportError: there is a file, and no package that reads YAML.
     """
+    if isinstance(args, Mapping):
+        raise TypeError(f"args must be what a parser with add_rlk_args made, got {type(args).__name__}")
     given = _given(args, os.environ if environ is None else environ)
     read = {name: _checked(name, value, where) for name, (value, where) in given.items()}
     base = AuditConfig(mode="off") if config is None else config

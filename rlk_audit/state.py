@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit import exact_sum
+from rlk_audit.config import TOKEN_CLASSES
 from rlk_audit.layout import COUNTER_INDEX, EXTREMES, FLAGS, MAXIMA, MINIMA, ROW_HEADER, WORST_TOKEN, StateLayout
 from rlk_audit.worst import worst_rows
 
@@ -59,6 +60,11 @@ class State:
         flags = torch.zeros_like(column["flags"][0])
         for bit in FLAGS.values():
             flags += bit * ((column["flags"] & bit) != 0).any()
+        # A total has no count of its own to be expected, so what a step found is kept.
+        active = vector[layout.fields["counters"].slice][COUNTER_INDEX[TOKEN_CLASSES[0]] :][: len(TOKEN_CLASSES)].sum()
+        expected = column["expected_active"]
+        odd = ((expected > 0) & (expected != active + 1)).any() & (flags & FLAGS["unexpected_token_count"] == 0)
+        flags += FLAGS["unexpected_token_count"] * odd
         worst = rows[:, len(ROW_HEADER) :].reshape(-1, len(layout.worst_fields))
         return cls(
             vector[: layout.additive_length].clone(),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlk_audit import AuditConfig, LayoutMismatchError, StepReport
+from rlk_audit import AuditConfig, Auditor, Collector, ConsistencyError, LayoutMismatchError, StepReport
 from rlk_audit.megatron_plugin import MegatronAudit, register
 
 AUDIT = SimpleNamespace(rlk_consistency_mode="audit")
@@ -191,3 +191,83 @@ def test_stages_of_different_settings_are_told(gathered) -> None:
     with pytest.raises(LayoutMismatchError, match=r"worst_k is 4 on rank"):
         register(config=AuditConfig(worst_k=4 + place["pp"]), pg_collection=collection)
     assert gathered("done") == ["done"] * dist.get_world_size()
+
+
+# --- set-up that fails on some ranks ----------------------------------------------------------------------------------
+
+
+def odd_rank() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+@TWO_RANKS
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("LIMITS", "abs_dlogp_p99==0.1", "set up on no rank, since it failed on some: RLK_AUDIT_LIMITS: "),
+        ("CONFIG", "/no/such/file.yaml", "set up on no rank, since it failed on some: RLK_AUDIT_CONFIG: /no/such"),
+        ("LIMITS", "abs_dlogp_p98=0.1", "a limit names the metric 'abs_dlogp_p98', which is not computed"),
+        ("MAX_STATE_BYTES", "1000", "more than max_state_bytes=1000"),
+        ("REDUCTION_GROUP", "gloo", "reduction_group is training on rank"),
+        ("CP_SHARDED", "no", "cp_sharded is True on rank"),
+        ("TP_AGREEMENT_INTERVAL", "3", "tp_agreement_interval is 0 on rank"),
+    ],
+)
+def test_a_setting_that_is_wrong_on_one_rank_stops_all(
+    variable: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch, gathered
+) -> None:
+    """Kills: a rank that raises by itself, or goes on by itself, while the others wait for it."""
+    if odd_rank():
+        monkeypatch.setenv(f"RLK_AUDIT_{variable}", value)
+    with pytest.raises(LayoutMismatchError) as caught:
+        register(AUDIT)
+    assert told in str(caught.value)
+    assert f"rank {dist.get_world_size() - 1}" in str(caught.value)
+    assert gathered(str(caught.value)) == [str(caught.value)] * dist.get_world_size()
+
+
+@TWO_RANKS
+def test_a_sink_that_cannot_be_set_up_stops_all(tmp_path, monkeypatch: pytest.MonkeyPatch, gathered) -> None:
+    """Only the writing rank meets it."""
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    monkeypatch.setenv("RLK_AUDIT_SINKS", "jsonl")
+    monkeypatch.setenv("RLK_AUDIT_OUTPUT_DIR", str(file))
+    with pytest.raises(LayoutMismatchError, match=f"failed on some: .*on rank {dist.get_world_size() - 1}"):
+        register(AUDIT)
+    assert gathered("done") == ["done"] * dist.get_world_size()
+
+
+@TWO_RANKS
+@pytest.mark.parametrize("settings", [{"limits": {"abs_dlogp_p98": 0.1}}, {"max_state_bytes": 1000}])
+def test_a_mistake_on_every_rank_is_the_same_on_every_stage(settings: dict[str, Any], gathered) -> None:
+    """Also on a stage that reduces nothing: it must not go on alone."""
+    collection, _ = grid(dp=dist.get_world_size() // 2, pp=2)
+    with pytest.raises(ValueError, match=r"abs_dlogp_p98|max_state_bytes=1000") as caught:
+        register(config=AuditConfig(**settings), pg_collection=collection)
+    assert gathered(str(caught.value)) == [str(caught.value)] * dist.get_world_size()
+
+
+@TWO_RANKS
+def test_the_size_is_checked_for_the_whole_group() -> None:
+    """Not for one rank at set-up and for all in the first step."""
+    one = Collector(AuditConfig(worst_k=64)).layout
+    config = AuditConfig(worst_k=64, max_state_bytes=8 * one.length)
+    with pytest.raises(ValueError, match="max_state_bytes"):
+        Auditor(config)
+
+
+@TWO_RANKS
+def test_replicas_with_verdicts_of_their_own_stop_together(gathered) -> None:
+    """Strict, and log-probabilities that each context-parallel rank holds whole: one of them is broken."""
+    collection, _ = grid(cp=dist.get_world_size())
+    config = AuditConfig(mode="strict")
+    audit = register(config=config, pg_collection=collection, cp_sharded=False)
+    observe(audit, [0.5])
+    audit.step_end(1)
+    observe(audit, [float("nan") if dist.get_rank() == 0 else 0.5])
+    with pytest.raises(ConsistencyError) as caught:
+        audit.step_end(2)
+    assert "train_nan" in str(caught.value)
+    assert gathered(str(caught.value)) == [str(caught.value)] * dist.get_world_size()
+    audit.close()
