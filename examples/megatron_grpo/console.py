@@ -38,7 +38,10 @@ class Console:
         line = f"step {step:3d}  reward {reward:.3f}  loss {loss:8.4f}"
         if report is not None:
             figures = (f"{name} {form.format(report.metrics[key])}" for name, key, form in _COLUMNS)
-            line = "  ".join((line, *figures, *map(_where, report.worst_tokens[:1])))
+            engines = (
+                f"{b.name} {b.abs_dlogp_mean:.4f}" for b in report.breakdowns["engine"] if b.compared_token_count
+            )
+            line = "  ".join((line, *figures, *engines, *map(_where, report.worst_tokens[:1])))
             self._keep(step, report, rollouts)
         print(line, flush=True)
 
