@@ -6,11 +6,13 @@ just those modules a `torch` whose factories ignore the device; `torch` itself s
 """
 
 import importlib
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 _MODULES = (
@@ -35,6 +37,19 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return create
 
 
+class _CpuTensor(torch.Tensor):
+    """A tensor that older releases make on the CPU and then move: `torch.tensor(0).cuda()`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it is an ordinary tensor
+
+    def cuda(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def _tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.tensor(*args, **kwargs).as_subclass(_CpuTensor)
+
+
 class _Overlay:
     """A module with some of its names replaced."""
 
@@ -46,10 +61,19 @@ class _Overlay:
         return getattr(self._module, name)
 
 
-def _rotary_of_cp_rank(embedding: torch.Tensor, seq_dim: int, cp_group: torch.distributed.ProcessGroup) -> torch.Tensor:
+def known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that the function has: releases of megatron-core differ."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _rotary_of_cp_rank(
+    embedding: torch.Tensor, seq_dim: int, cp_group: torch.distributed.ProcessGroup | None = None
+) -> torch.Tensor:
     """megatron-core's own pins host memory: of 2 * cp chunks, rank r owns chunks r and 2 * cp - 1 - r."""
-    chunks = embedding.chunk(2 * cp_group.size(), seq_dim)
-    return torch.cat([chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]], seq_dim)
+    group = cp_group or parallel_state.get_context_parallel_group()
+    chunks = embedding.chunk(2 * group.size(), seq_dim)
+    return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]], seq_dim)
 
 
 def backend() -> str:
@@ -65,9 +89,10 @@ def install() -> None:
     if torch.cuda.is_available():
         return
     # The inference tracker forks no CUDA generator; with dropout 0 the trainer draws nothing from it.
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    initialize_rng_tracker(**known(initialize_rng_tracker, inference_rng_tracker=True, force_reset=True))
     cuda = _Overlay(torch.cuda, current_device=lambda: "cpu", current_stream=lambda: None)
-    factories = {name: _on_cpu(getattr(torch, name)) for name in ("empty", "ones", "tensor", "zeros")}
+    factories = {name: _on_cpu(getattr(torch, name)) for name in ("empty", "ones", "zeros")}
+    factories["tensor"] = _on_cpu(_tensor)
     for name in _MODULES:
         vars(importlib.import_module(f"megatron.core.{name}"))["torch"] = _Overlay(torch, cuda=cuda, **factories)
     rotary = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")

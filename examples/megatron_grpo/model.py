@@ -17,6 +17,7 @@ from torch import Tensor
 
 import task
 from attention import CoreAttention
+from cpu_backend import known
 from engines import LlamaShape
 
 
@@ -81,7 +82,11 @@ def build_model(config: TransformerConfig, seed: int) -> list[DistributedDataPar
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
-        where = {"ignore_virtual": False, "vp_stage": stage} if config.virtual_pipeline_model_parallel_size else {}
+        where = {}
+        if config.virtual_pipeline_model_parallel_size:
+            # Releases before 0.13 know the stage by this, later ones by the arguments.
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+            where = {"ignore_virtual": False, "vp_stage": stage}
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -89,9 +94,11 @@ def build_model(config: TransformerConfig, seed: int) -> list[DistributedDataPar
             max_sequence_length=task.SEQ_LENGTH,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            vp_stage=where.get("vp_stage"),
+            pre_process=parallel_state.is_pipeline_first_stage(
+                **known(parallel_state.is_pipeline_first_stage, **where)
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(**known(parallel_state.is_pipeline_last_stage, **where)),
+            **known(GPTModel, vp_stage=where.get("vp_stage")),
         )
         chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=stage > 0))
         chunks[-1].broadcast_params()
