@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlk_audit.breakdowns import UNKNOWN, Bucket, bucket_of_confidence, bucket_of_position
 from rlk_audit.config import TOKEN_CLASSES, AuditConfig
+from rlk_audit.finding import Finding
 from rlk_audit.layout import ROW_HEADER, StateLayout, label_column
 from rlk_audit.metrics import (
     Histogram,
@@ -108,6 +109,7 @@ class StepReport:
         prefix: put before each metric's key by the sinks.
         metadata: the configuration's free texts.
         verdict: the outcome of the configuration's limits, or None where nothing judged the step.
+        findings: what a diagnosis found, strongest first; empty where none was made.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class StepReport:
         self.prefix = prefix
         self.metadata = dict(metadata or {})
         self.verdict = verdict
+        self.findings: tuple[Finding, ...] = ()
 
     @classmethod
     def from_vector(
@@ -257,6 +260,7 @@ class StepReport:
             "breakdowns": {name: [asdict(bucket) for bucket in buckets] for name, buckets in self.breakdowns.items()},
             "samples": [asdict(sample) for sample in self.samples],
             "verdict": None if self.verdict is None else self.verdict.to_dict(),
+            "findings": [finding.to_dict() for finding in self.findings],
         }
         return {name: _plain(value) for name, value in values.items()}
 
@@ -283,7 +287,7 @@ class StepReport:
                 tuple(_record(SampleFigures, sample) for sample in values["samples"]),
                 int(values["group_size"]),
             )
-            return cls(
+            report = cls(
                 lambda: contents,
                 scope=values["scope"],
                 kind=values["kind"],
@@ -292,6 +296,8 @@ class StepReport:
                 metadata=values["metadata"],
                 verdict=None if values["verdict"] is None else Verdict.from_dict(values["verdict"]),
             )
+            report.findings = tuple(map(Finding.from_dict, values["findings"]))
+            return report
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a step report: {type(error).__name__} {error}") from error
 

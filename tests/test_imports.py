@@ -19,7 +19,7 @@ import rlk_audit
 PACKAGE = Path(rlk_audit.__file__).parent
 
 LEVELS = (
-    ("version", "config", "exact_sum", "places", "verdict"),
+    ("version", "config", "exact_sum", "places", "verdict", "finding"),
     ("sketch", "tokens", "metadata", "contracts"),
     ("breakdowns", "samples"),
     ("layout",),

@@ -13,6 +13,7 @@ from rlk_audit.verdict import FAIL, PASS
 STEP_KEY = "step"
 HISTOGRAM_KEY = "dlogp_histogram"
 TABLE_KEY = "worst_tokens"
+FINDINGS_KEY = "findings"
 VERDICT_KEY = "verdict/{}"
 BREAKDOWN_KEY = "breakdown/{}/{}/{}"
 """Keys beside those of the metrics; no key is a path prefix of another, which some stores cannot hold."""
@@ -96,6 +97,13 @@ def worst_table(report: StepReport) -> tuple[list[str], list[list[Any]]]:
         labels = {f"label/{name}": code for name, code in values.pop("labels").items()}
         rows.append({STEP_KEY: report.step, **values, **labels})
     return (list(rows[0]) if rows else []), [list(row.values()) for row in rows]
+
+
+def findings_table(report: StepReport) -> tuple[list[str], list[list[Any]]]:
+    """Return column names and one row a finding, the step's number first, strongest first."""
+    columns = [STEP_KEY, "code", "strength", "summary", "check_first"]
+    rows = [[report.step, f.code, f.strength, f.summary, f.check_first] for f in report.findings]
+    return columns, rows
 
 
 def refuse_rank_scope(report: StepReport, accept: bool) -> None:

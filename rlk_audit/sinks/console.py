@@ -10,6 +10,7 @@ from typing import TextIO
 from rlk_audit.report import StepReport
 from rlk_audit.sinks.base import refuse_rank_scope
 
+CAUSES_SHOWN = 3
 LINE_METRICS = {
     "mean": "abs_dlogp_mean",
     "p50": "abs_dlogp_p50",
@@ -22,7 +23,7 @@ LINE_METRICS = {
 
 
 class ConsoleSink:
-    """Writes one line a report to a text stream, standard output if none is given.
+    """Writes one line a report to a text stream, standard output if none is given, and one more a cause it found.
 
     On a terminal, where rich is installed, warnings are yellow and failures red.
     """
@@ -37,10 +38,11 @@ class ConsoleSink:
         refuse_rank_scope(report, self._accept_rank_scope)
         # Looked up each time: a training may redirect its output.
         stream = self._stream or sys.stdout
-        if self._has_rich and stream.isatty():
-            _print_coloured(summary_line(report), _style(report), stream)
-        else:
-            print(summary_line(report), file=stream, flush=True)
+        for line in (summary_line(report), *cause_lines(report)):
+            if self._has_rich and stream.isatty():
+                _print_coloured(line, _style(report), stream)
+            else:
+                print(line, file=stream, flush=True)
 
     def close(self) -> None:
         """Do nothing: the stream is the caller's."""
@@ -61,6 +63,13 @@ def summary_line(report: StepReport) -> str:
     if report.verdict is not None and not report.verdict.passed:
         parts.append(f"FAILED {'; '.join(report.verdict.failures())}")
     return " | ".join(parts)
+
+
+def cause_lines(report: StepReport) -> list[str]:
+    """Return a line for each of the strongest causes of a step that failed its verdict."""
+    if report.verdict is None or report.verdict.passed:
+        return []
+    return [f"    cause: {finding}" for finding in report.findings[:CAUSES_SHOWN]]
 
 
 def _short(value: float) -> str:

@@ -1,4 +1,4 @@
-"""MLflow: metrics a step, the worst tokens as a table artifact at an interval."""
+"""MLflow: metrics a step, findings and, at an interval, the worst tokens as table artifacts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from rlk_audit.report import StepReport
-from rlk_audit.sinks.base import TABLE_KEY, load_package, logged_values, refuse_rank_scope, step_number, worst_table
+from rlk_audit.sinks.base import (
+    FINDINGS_KEY,
+    TABLE_KEY,
+    findings_table,
+    load_package,
+    logged_values,
+    refuse_rank_scope,
+    step_number,
+    worst_table,
+)
 
 
 class MlflowSink:
@@ -57,15 +66,19 @@ class MlflowSink:
             self.run_id, metrics=[metric(key, value, now, step) for key, value in logged_values(report).items()]
         )
         if report.worst_tokens and self._reports % self._table_interval == 0:
-            columns, rows = worst_table(report)
-            table = {name: list(column) for name, column in zip(columns, zip(*rows, strict=True), strict=True)}
-            self._client.log_table(self.run_id, table, f"{report.prefix}{TABLE_KEY}.json")
+            self._log_table(f"{report.prefix}{TABLE_KEY}.json", *worst_table(report))
+        if report.findings:
+            self._log_table(f"{report.prefix}{FINDINGS_KEY}.json", *findings_table(report))
         self._reports += 1
 
     def close(self) -> None:
         """End the run if it was started here."""
         if self._owns_run:
             self._client.set_terminated(self.run_id)
+
+    def _log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        table = {column: list(values) for column, values in zip(columns, zip(*rows, strict=True), strict=True)}
+        self._client.log_table(self.run_id, table, name)
 
     def _start(self, experiment: str, artifact_dir: str | os.PathLike[str] | None) -> Any:
         known = self._client.get_experiment_by_name(experiment)

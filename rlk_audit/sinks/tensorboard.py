@@ -1,4 +1,4 @@
-"""TensorBoard: a scalar a metric, a histogram of dlogp from the sketch's bins."""
+"""TensorBoard: a scalar a metric, a histogram of dlogp from the sketch's bins, findings as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rlk_audit.report import StepReport
-from rlk_audit.sinks.base import HISTOGRAM_KEY, load_package, logged_values, refuse_rank_scope, step_number
+from rlk_audit.sinks.base import (
+    FINDINGS_KEY,
+    HISTOGRAM_KEY,
+    load_package,
+    logged_values,
+    refuse_rank_scope,
+    step_number,
+)
 
 
 class TensorBoardSink:
@@ -79,6 +86,11 @@ def _add(writer: Any, report: StepReport) -> None:
     step = step_number(report)
     for key, value in logged_values(report).items():
         writer.add_scalar(key, value, global_step=step)
+    if report.findings:
+        text = "\n\n".join(
+            f"**{f.code}** ({f.strength:.0%}) {f.summary}. Check {f.check_first}." for f in report.findings
+        )
+        writer.add_text(report.prefix + FINDINGS_KEY, text, global_step=step)
     histogram = report.histogram()
     if histogram is None:
         return

@@ -1,4 +1,4 @@
-"""Weights & Biases: metrics and a histogram a step, the worst tokens as a table at an interval."""
+"""Weights & Biases: metrics and a histogram a step, findings and, at an interval, the worst tokens as tables."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 from rlk_audit.report import StepReport
 from rlk_audit.sinks.base import (
+    FINDINGS_KEY,
     HISTOGRAM_KEY,
     STEP_KEY,
     TABLE_KEY,
+    findings_table,
     load_package,
     logged_values,
     refuse_rank_scope,
@@ -76,6 +78,9 @@ class WandbSink:
         if report.worst_tokens and self._reports % self._table_interval == 0:
             columns, rows = worst_table(report)
             values[report.prefix + TABLE_KEY] = self._wandb.Table(columns=columns, data=rows)
+        if report.findings:
+            columns, rows = findings_table(report)
+            values[report.prefix + FINDINGS_KEY] = self._wandb.Table(columns=columns, data=rows)
         return values
 
     def _put_over_steps(self, values: dict[str, Any], step_key: str) -> None:

@@ -1,0 +1,55 @@
+"""What a diagnosis says of a step: plain records, made by ``diagnose`` and carried by the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Value = float | int | str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause of drift.
+
+    Attributes:
+        code: of the cause.
+        strength: share of the step's abs(dlogp) that it explains, 0 to 1.
+        evidence: the statistics it was decided on.
+        check_first: where to look.
+        summary: one sentence with numbers.
+    """
+
+    code: str
+    strength: float
+    evidence: Mapping[str, Value]
+    check_first: str
+    summary: str
+
+    def __str__(self) -> str:
+        return f"{self.code} ({self.strength:.0%}): {self.summary}; check {self.check_first}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; NaN and infinities are None."""
+        values = vars(self) | {"evidence": {name: _plain(value) for name, value in self.evidence.items()}}
+        return {name: _plain(value) for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Finding:
+        """Make a finding of ``to_dict``'s values.
+
+        Raises:
+            ValueError: a part is missing or of another kind.
+        """
+        try:
+            evidence = {str(name): math.nan if value is None else value for name, value in values["evidence"].items()}
+            texts = (str(values[name]) for name in ("check_first", "summary"))
+            return cls(str(values["code"]), float(values["strength"]), evidence, *texts)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a finding: {type(error).__name__} {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
