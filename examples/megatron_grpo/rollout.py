@@ -12,6 +12,7 @@ import task
 from engines import Completion, LlamaShape, build_engine
 
 ENGINES = ("e0", "e1")
+FAULTY_TEMPERATURE = 0.6
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,13 @@ class EnginePool:
         self.engines = {engine: build_engine(args, shape) for engine in mine}
 
     def sync(self, weights: dict[str, Tensor], step: int) -> None:
-        """Hand the trainer's weights to the engines. The fault is silent, as it is in practice: e1 goes on serving
-        from the weights that it has."""
+        """Hand the trainer's weights to the engines. The faults are silent, as they are in practice: e1 goes on serving
+        from the weights that it has; both sample at a temperature that the trainer knows nothing of."""
         stale = self.args.fault == "stale_engine" and step >= self.args.fault_step
+        hot = self.args.fault == "temperature" and step >= self.args.fault_step
         for engine, served in self.engines.items():
+            if hot:
+                served.temperature = FAULTY_TEMPERATURE
             if not (stale and ENGINES[engine] == "e1"):
                 served.load_weights(weights)
 

@@ -34,6 +34,7 @@ def score(shape: LlamaShape, weights: dict[str, Tensor], tokens: Tensor) -> Tens
 class HfEngine:
     def __init__(self, shape: LlamaShape, dtype: torch.dtype = torch.bfloat16) -> None:
         self.model = build_llama(shape, dtype)
+        self.temperature = 1.0
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         self.model.load_state_dict(weights)
@@ -47,7 +48,7 @@ class HfEngine:
         sampled, scores = [], []
         for _ in range(MAX_RESPONSE):
             output = self.model(inputs, attention_mask=attention, position_ids=positions, **cache)
-            log_probs = output.logits[:, -1].float().log_softmax(-1)
+            log_probs = (output.logits[:, -1].float() / self.temperature).log_softmax(-1)
             inputs = torch.multinomial(log_probs.exp(), 1, generator=generator)
             sampled.append(inputs)
             scores.append(log_probs.gather(-1, inputs))
