@@ -36,6 +36,12 @@ def mean_loss(micro: dict[str, Tensor], output: Tensor) -> tuple[Tensor, dict[st
     return total / tokens.clamp(min=1), {"loss": torch.stack([total.detach(), tokens])}
 
 
+def counted_loss(micro: dict[str, Tensor], output: Tensor) -> tuple[Any, ...]:
+    """A shard without a token divides by 1: releases before 0.15 would divide by 0."""
+    loss, tokens, report = trainer.supervised_loss(micro, output)
+    return loss, tokens.clamp(min=1), report
+
+
 def attach(audit: MegatronAudit, micro: dict[str, Tensor]) -> None:
     fields = {name: micro[name] for name in ("valid", "sample_index", "rollout_id", "token_position")}
     audit.attach(micro["rollout_log_probs"], micro["mask"], token_ids=micro["labels"], weight_version=0, **fields)
@@ -66,7 +72,7 @@ class Form:
 
 FORMS = {
     "sum": Form(trainer.supervised_loss, per_token=True),
-    "sum_by_microbatch": Form(trainer.supervised_loss, per_token=False),
+    "sum_by_microbatch": Form(counted_loss, per_token=False),
     "mean": Form(mean_loss, per_token=False),
     "observed": Form(trainer.supervised_loss, per_token=True, attached=False),
 }
