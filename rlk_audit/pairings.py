@@ -1,0 +1,303 @@
+"""Signatures of wrong pairing: train and rollout values are right, but stand beside the wrong partner.
+
+Each pairs the values anew, under the hypothesis, and measures how much of the drift goes away. Values of other tokens
+differ by about a nat, so a right re-pairing brings the drift down to the noise, and a wrong one raises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlk_audit.signals import MIN_TOKENS, Signal, Value, at, clipped, drift, share, where
+from rlk_audit.token_table import Bools, Floats, Ints, TokenTable
+
+LAGS = (1, -1, 2, -2, 3, -3, 4, -4)
+SAMPLE_FLOOR = 0.05
+"""Nats, mean of clipped abs(dlogp): a sample below is not mispaired, since neighbours differ by far more."""
+LEFT_OVER = 0.4
+"""A sample is explained if re-pairing leaves at most this part of its drift: chance leaves about all of it."""
+EXPLAINED = 0.6
+"""The explained samples together must lose at least this part: room for a second fault underneath."""
+MIN_SHARE = 0.08
+"""... and it must be at least this part of the step's clipped drift: odd samples alone are no finding."""
+BLOCK_COUNTS = (2, 4, 8, 16)
+"""Contiguous context parallelism has cp blocks, zigzag 2 cp."""
+BLOCK_RULES = ("even", "ceil", "floor", "sequence")
+MIN_BLOCK = 3
+"""Tokens a block: shorter ones are hardly blocks."""
+SEARCH_TOKENS = 50_000
+"""Whole samples of about so many tokens choose among the hypotheses."""
+SEARCH_ROWS = 1024
+ROW_PREFIX = 24
+"""Positions that tell a row from others: even 8 of them agree by chance within noise in none of a million rows."""
+MIN_ROW = 8
+UNRELATED = 0.2
+"""Correlation within samples below this means that the values belong to other tokens: real pairs are near 1."""
+SAME_DISTRIBUTION = 0.3
+"""The two sorted columns differ by at most this part of the drift: the same values in another order."""
+MIN_UNRELATED_TOKENS = 200
+"""A correlation of 0.2 is then three standard errors from zero."""
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a re-pairing does: for each token the place of the rollout value it is paired with, and what it gains."""
+
+    source: Ints
+    rows: Bools
+    before: float
+    after: float
+
+    @property
+    def gain(self) -> float:
+        """Clipped nats that go away."""
+        return self.before - self.after
+
+
+def _pairable(table: TokenTable) -> Bools:
+    """Leave out filled values, which belong to no token and would blur every comparison."""
+    return table.compared & ~((table.rollout == 0) & (table.train < -1))
+
+
+def _row_sums(table: TokenTable, values: Floats) -> Floats:
+    return np.bincount(table.row, weights=values, minlength=table.row_count)
+
+
+def try_pairing(table: TokenTable, source: Ints) -> Repaired:
+    """Measure a hypothesis: each token belongs to the rollout value at `source` (-1: to none).
+
+    A sample takes part if its pairs drift by SAMPLE_FLOOR and re-pairing leaves at most LEFT_OVER of that.
+    """
+    good = _pairable(table)
+    both = (source >= 0) & good & good[source]
+    own = np.where(both, clipped(table.dlogp), 0.0)
+    moved = np.where(both, clipped(np.where(both, table.train, 0.0) - np.where(both, table.rollout[source], 0.0)), 0.0)
+    count, before, after = (_row_sums(table, column) for column in (both.astype(float), own, moved))
+    rows = (count >= MIN_TOKENS) & (before >= SAMPLE_FLOOR * count) & (after <= LEFT_OVER * before)
+    return Repaired(source, rows, float(before[rows].sum()), float(after[rows].sum()))
+
+
+def _convincing(table: TokenTable, found: Repaired) -> bool:
+    total = float(clipped(table.dlogp[_pairable(table)]).sum())
+    return found.gain > 0 and found.gain >= EXPLAINED * found.before and found.gain >= MIN_SHARE * total
+
+
+def repair(table: TokenTable, found: Repaired) -> TokenTable:
+    """Return the table with the explained samples re-paired; tokens without a partner are dropped."""
+    affected = found.rows[table.row]
+    rollout = np.where(affected, table.rollout[found.source], table.rollout)
+    kept = ~affected | (found.source >= 0)
+    return table.with_rollout(rollout).take(kept)
+
+
+def _signal(code: str, table: TokenTable, found: Repaired, evidence: dict[str, Value], told: str) -> Signal:
+    affected = found.rows[table.row]
+    rest = repair(table, found)
+    samples = int(found.rows.sum())
+    evidence |= {
+        "samples_affected": samples,
+        "sample_share": share(samples, table.row_count),
+        "drift_explained": share(found.gain, found.before),
+        "abs_dlogp_mean_before": share(float(np.abs(table.dlogp[affected]).sum()), int(affected.sum())),
+        **where(table, affected),
+    }
+    after = rest.take(np.isin(rest.sample, table.sample[affected]))
+    evidence["abs_dlogp_mean_after"] = share(drift(after), len(after))
+    summary = (
+        f"{told} in {samples} of {table.row_count} samples{at(evidence)}: re-paired, mean abs(dlogp) falls from "
+        f"{evidence['abs_dlogp_mean_before']:.3g} to {evidence['abs_dlogp_mean_after']:.3g} nats"
+    )
+    return Signal(code, drift(table) - drift(rest), evidence, summary, rest)
+
+
+# --- shift ----------------------------------------------------------------------------------------------------------
+
+
+def shift(table: TokenTable) -> Signal | None:
+    """Pair each token with the rollout value `lag` positions on, in its sample."""
+    best = max((_lagged(table, lag) for lag in LAGS), key=lambda pair: pair[1].gain)
+    lag, found = best
+    if not _convincing(table, found):
+        return None
+    late = lag > 0
+    told = f"the rollout side is {abs(lag)} position{'s' * (abs(lag) > 1)} {'late' if late else 'early'}"
+    told += f" (or the train side {'early' if late else 'late'})"
+    return _signal("shift", table, found, {"lag": lag, "rollout": "late" if late else "early"}, told)
+
+
+def _lagged(table: TokenTable, lag: int) -> tuple[int, Repaired]:
+    return lag, try_pairing(table, table.find(table.row, table.position + lag))
+
+
+# --- blocks of context parallelism ----------------------------------------------------------------------------------
+
+
+def cp_order(table: TokenTable) -> Signal | None:
+    """Pair each block of a sample with every other block, over all drifting samples at once, and take the best."""
+    searched = _drifting(table)
+    hypotheses = list(_block_orders(searched)) if searched is not None else []
+    if not hypotheses:
+        return None
+    # Finer cuts explain what coarser ones do, so the first that is nearly as good as the best is meant.
+    most = max(found.gain for *_, found in hypotheses)
+    blocks, rule, order, _ = next(h for h in hypotheses if h[-1].gain >= 0.97 * most)
+    everywhere = try_pairing(table, _block_source(table, blocks, rule, np.array(order)))
+    if not _convincing(table, everywhere):
+        return None
+    shown = ", ".join(map(str, order))
+    evidence: dict[str, Value] = {"blocks": blocks, "order": shown, "cut": rule, "layout": _layout_name(order)}
+    told = f"blocks are joined in the order {shown} ({evidence['layout']})"
+    return _signal("cp_order", table, everywhere, evidence, told)
+
+
+def _drifting(table: TokenTable) -> TokenTable | None:
+    """Return samples that drift, up to SEARCH_TOKENS."""
+    good = _pairable(table)
+    count = _row_sums(table, good.astype(float))
+    level = _row_sums(table, np.where(good, clipped(table.dlogp), 0.0))
+    rows = (count >= MIN_TOKENS) & (level >= SAMPLE_FLOOR * count)
+    rows &= np.cumsum(np.where(rows, count, 0)) <= max(SEARCH_TOKENS, count[rows].max(initial=0))
+    return table.take(rows[table.row]) if rows.any() else None
+
+
+def _block_orders(table: TokenTable) -> Iterator[tuple[int, str, tuple[int, ...], Repaired]]:
+    good = _pairable(table)
+    for blocks in BLOCK_COUNTS:
+        for rule in BLOCK_RULES:
+            block = _block_of(table, blocks, rule)[0]
+            cost = np.full((blocks, blocks), np.inf)
+            for other in range(blocks):
+                source = _block_source(table, blocks, rule, np.full(blocks, other))
+                both = (source >= 0) & good & good[source] & (block >= 0)
+                if not both.any():
+                    continue
+                moved = clipped(table.train[both] - table.rollout[source[both]])
+                pairs = np.bincount(block[both], minlength=blocks)
+                sums = np.bincount(block[both], weights=moved, minlength=blocks)
+                cost[:, other] = np.where(pairs >= MIN_TOKENS, sums / np.maximum(pairs, 1), np.inf)
+            order = np.where(np.isfinite(cost).any(1), cost.argmin(1), np.arange(blocks))
+            if (order != np.arange(blocks)).any():
+                found = try_pairing(table, _block_source(table, blocks, rule, order))
+                yield blocks, rule, tuple(order.tolist()), found
+
+
+def _block_of(table: TokenTable, blocks: int, rule: str) -> tuple[Ints, Callable[[Ints], Ints]]:
+    """Return each token's block (-1: none), and the first position of given blocks in each token's sample."""
+    length = (_last_position(table) + 1)[table.row]
+    offset = np.zeros_like(length)
+    if rule == "sequence":
+        offset = np.maximum(table.prompt, 0)
+    total = length + offset
+    size = total // blocks if rule == "floor" else -(-total // blocks)
+    place = table.position + offset
+
+    def first(block: Ints) -> Ints:
+        return (block * total // blocks if rule == "even" else block * size) - offset
+
+    if rule == "even":
+        block = ((place + 1) * blocks - 1) // np.maximum(total, 1)
+    else:
+        block = place // np.maximum(size, 1)
+    usable = (block < blocks) & (block >= 0) & (total >= blocks * MIN_BLOCK)
+    if rule == "sequence":
+        usable &= table.prompt > 0
+    return np.where(usable, block, -1), first
+
+
+def _last_position(table: TokenTable) -> Ints:
+    last = np.zeros(table.row_count, dtype=np.int64)
+    np.maximum.at(last, table.row, table.position)
+    return last
+
+
+def _block_source(table: TokenTable, blocks: int, rule: str, order: Ints) -> Ints:
+    """Return for each token the place of the rollout value at its place in the block that `order` names."""
+    block, first = _block_of(table, blocks, rule)
+    other = np.where(block >= 0, order[block], -1)
+    source = table.find(table.row, np.where(block >= 0, table.position - first(block) + first(other), table.position))
+    # A value beyond the other block's end belongs to the block after it.
+    found = np.where(source >= 0, block[source], -1)
+    return np.where((block < 0) | (found == other), source, -1)
+
+
+def _layout_name(order: tuple[int, ...]) -> str:
+    """Name the order if it is that of zigzag shards joined without undoing it, or the reverse."""
+    blocks = len(order)
+    zigzag = [block for rank in range(blocks // 2) for block in (rank, blocks - 1 - rank)]
+    if list(order) == zigzag or [zigzag.index(block) for block in range(blocks)] == list(order):
+        return f"zigzag of cp {blocks // 2}"
+    if sorted(order) == list(range(blocks)):
+        return f"{blocks} blocks exchanged"
+    return "blocks repeated"
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def row_order(table: TokenTable) -> Signal | None:
+    """Pair each drifting sample's train values with the rollout values of every other sample."""
+    searched = _drifting(table)
+    partners = {} if searched is None else _partners(searched)
+    if partners:
+        row_of = np.full(table.row_count, -1, dtype=np.int64)
+        samples = table.sample[np.searchsorted(table.row, np.arange(table.row_count))]
+        for sample, partner in partners.items():
+            row_of[np.searchsorted(samples, sample)] = np.searchsorted(samples, partner)
+        paired = row_of[table.row]
+        source = np.where(paired >= 0, table.find(np.maximum(paired, 0), table.position), -1)
+        found = try_pairing(table, source)
+        if _convincing(table, found):
+            told = "rollout values stand beside another row's train values"
+            return _signal("row_order", table, found, {"partner": "found"}, told)
+    return _unrelated(table)
+
+
+def _partners(table: TokenTable) -> dict[int, int]:
+    """Return sample -> the other sample whose rollout values fit its train values, where one fits."""
+    rows = min(table.row_count, SEARCH_ROWS)
+    good = _pairable(table)
+    start = np.full(table.row_count, np.iinfo(np.int64).max)
+    np.minimum.at(start, table.row, table.position)
+    place = table.position - start[table.row]
+    inside = good & (place < ROW_PREFIX) & (table.row < rows)
+    train, rollout = np.full((2, rows, ROW_PREFIX), np.nan)
+    train[table.row[inside], place[inside]] = table.train[inside]
+    rollout[table.row[inside], place[inside]] = table.rollout[inside]
+    samples = table.sample[np.searchsorted(table.row, np.arange(rows))]
+    partners = {}
+    for row in range(rows):
+        apart = clipped(train[row] - rollout)
+        pairs = np.isfinite(apart).sum(1)
+        cost = np.where(pairs >= min(MIN_ROW, rows), np.nansum(apart, 1) / np.maximum(pairs, 1), np.inf)
+        best = int(cost.argmin())
+        if best != row and pairs[best] >= MIN_ROW and cost[best] <= LEFT_OVER * cost[row]:
+            partners[int(samples[row])] = int(samples[best])
+    return partners
+
+
+def _unrelated(table: TokenTable) -> Signal | None:
+    """Find values that fit no token: uncorrelated within samples, though of the same distribution."""
+    good = _pairable(table)
+    train, rollout = table.train[good], table.rollout[good]
+    if len(train) < MIN_UNRELATED_TOKENS:
+        return None
+    row, count = table.row[good], np.maximum(_row_sums(table, good.astype(float)), 1)
+    sides = []
+    for side in (train, rollout):
+        mean = np.bincount(row, weights=side, minlength=table.row_count) / count
+        sides.append(side - mean[row])
+    spread = np.sqrt((sides[0] ** 2).sum() * (sides[1] ** 2).sum())
+    correlation = share(float((sides[0] * sides[1]).sum()), float(spread))
+    apart = np.abs(train - rollout).mean()
+    sorted_apart = np.abs(np.sort(train) - np.sort(rollout)).mean()
+    if spread == 0 or abs(correlation) > UNRELATED or apart < SAMPLE_FLOOR or sorted_apart > SAME_DISTRIBUTION * apart:
+        return None
+    summary = (
+        f"train and rollout values are those of different tokens: their correlation within samples is "
+        f"{correlation:.2f}, though sorted they differ by {sorted_apart:.3g} nats alone, against {apart:.3g} as paired"
+    )
+    evidence: dict[str, Value] = {"partner": "not found", "correlation": correlation, "sorted_apart": sorted_apart}
+    return Signal("row_order", drift(table), evidence, summary, table.take(~good))

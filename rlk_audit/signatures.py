@@ -1,0 +1,511 @@
+"""Signatures of faults that show in the values themselves: single tokens, one code of a label, the shape of the drift."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from rlk_audit.config import CONFIDENCE_EDGES
+from rlk_audit.signals import (
+    CERTAIN,
+    CLIP,
+    MIN_TOKENS,
+    NOISE_CEILING,
+    Signal,
+    Value,
+    at,
+    clipped,
+    drift,
+    logit_noise,
+    middle,
+    noise_level,
+    share,
+    where,
+)
+from rlk_audit.token_table import RANK_LABEL, Bools, Floats, Ints, TokenTable
+
+# --- single tokens --------------------------------------------------------------------------------------------------
+
+DROPPED_NATS = 10.0
+"""What a token of T = -inf counts in the drift: about the log-probability that a filter drops."""
+FILLED_TRAIN = -1.0
+"""R = 0 says "certain"; a train value below this denies it, and rounding cannot."""
+END_FLOOR = 0.5
+"""Nats: a made-up value at the end of a sample is far off, or it does not matter."""
+END_ENRICHMENT = 5.0
+"""Ends are far off at least so many times as often as inner tokens: what falls anywhere falls on all alike."""
+MIN_ENDS = 3
+ROUNDED_SHARE = 0.999
+"""Of the values, nearly all fit the narrow format by chance with probability 2^-16 (bfloat16) or 2^-13 (float16) each."""
+ROUNDING_SHOWS = 0.5
+"""Rounding does harm if it makes at least this part of the drift's square."""
+
+
+def self_comparison(table: TokenTable) -> Signal | None:
+    """All compared tokens have d exactly 0: two programs never agree so, one value was used twice."""
+    compared = table.dlogp[table.compared]
+    if len(compared) < MIN_TOKENS or compared.any():
+        return None
+    summary = f"all {len(compared)} tokens have bitwise the same value on both sides"
+    return Signal("self_comparison", 0.0, {"identical_tokens": len(compared)}, summary, table)
+
+
+def train_filter(table: TokenTable) -> Signal | None:
+    """T = -inf: a filter of the trainer gave the sampled token no probability."""
+    dropped = np.isneginf(table.train) & np.isfinite(table.rollout)
+    count = int(dropped.sum())
+    if not count:
+        return None
+    evidence = {"tokens": count, "token_share": share(count, len(table)), **where(table, dropped)}
+    summary = f"train log-prob is -inf on {count} of {len(table)} tokens{at(evidence)} that the engine sampled"
+    return Signal("train_filter", DROPPED_NATS * count, evidence, summary, table.take(~dropped))
+
+
+def zero_fill(table: TokenTable) -> Signal | None:
+    """R is exactly 0 where T is far below: positions that no engine sampled, filled with zeros."""
+    zero = table.compared & (table.rollout == 0)
+    suspect = zero & (table.train < FILLED_TRAIN)
+    ends = _ends(table)
+    if suspect.sum() < 2 or (suspect & ends).sum() > 0.5 * suspect.sum():
+        return None
+    # A stretch of zeros is filled as a whole, also where T happens to be near 0.
+    first = np.ones(len(table), dtype=bool)
+    first[1:] = (zero[1:] != zero[:-1]) | (table.row[1:] != table.row[:-1])
+    stretch = np.cumsum(first) - 1
+    filled = zero & (np.bincount(stretch, weights=suspect)[stretch] > 0)
+    count, stretches = int(filled.sum()), len(np.unique(stretch[filled]))
+    evidence: dict[str, Value] = {"tokens": count, "token_share": share(count, len(table)), "stretches": stretches}
+    evidence |= {"train_logp_mean": float(table.train[filled].mean()), **where(table, filled)}
+    summary = (
+        f"rollout log-prob is exactly 0 on {count} tokens in {stretches} stretches{at(evidence)}, where the trainer "
+        f"says {evidence['train_logp_mean']:.3g} on average"
+    )
+    rest = table.take(~filled)
+    return Signal("zero_fill", drift(table) - drift(rest), evidence, summary, rest)
+
+
+def _ends(table: TokenTable) -> Bools:
+    """Return the last active token of each sample."""
+    last = np.ones(len(table), dtype=bool)
+    last[:-1] = table.row[1:] != table.row[:-1]
+    return last
+
+
+def synthetic_end(table: TokenTable) -> Signal | None:
+    """Large drift on last tokens, and hardly elsewhere: an end token that was appended, not sampled."""
+    compared, last = table.compared, _ends(table)
+    inner = np.abs(table.dlogp[compared & ~last])
+    if len(inner) < MIN_TOKENS:
+        return None
+    floor = max(END_FLOOR, float(np.quantile(inner, 0.95)))
+    far = compared & last & (np.abs(table.dlogp) > floor)
+    count, ends = int(far.sum()), int((compared & last).sum())
+    elsewhere = share(float((inner > floor).sum()), len(inner))
+    if count < MIN_ENDS or share(count, ends) < max(0.1, END_ENRICHMENT * elsewhere):
+        return None
+    evidence: dict[str, Value] = {"ends": count, "end_share": share(count, ends), "share_elsewhere": elsewhere}
+    evidence |= {"rollout_logp_median": float(np.median(table.rollout[far])), **where(table, far)}
+    summary = (
+        f"the last token of {count} of {ends} samples{at(evidence)} drifts by {np.abs(table.dlogp[far]).mean():.3g} nats "
+        f"on average, which {elsewhere:.2%} of the others do"
+    )
+    rest = table.take(~far)
+    return Signal("synthetic_end", drift(table) - drift(rest), evidence, summary, rest)
+
+
+SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
+"""Narrowest first: what fits bfloat16 fits float16's bits as well."""
+
+
+def rounded(table: TokenTable) -> Signal | None:
+    """One side's values, or both sides', all fit bfloat16 or float16."""
+    columns = {"train": table.train[table.compared], "rollout": table.rollout[table.compared]}
+    dtypes = {side: dtype for side, values in columns.items() if (dtype := _narrow_dtype(values)) is not None}
+    if not dtypes:
+        return None
+    steps = np.concatenate([_step(columns[side], SIGNIFICANT_BITS[dtype]) for side, dtype in dtypes.items()])
+    # An error spread evenly over a step has a twelfth of its square as variance, and a quarter of it as mean size.
+    made = min(1.0, share(float((steps**2).sum()) / 12, float((table.dlogp**2).sum())))
+    error = float(steps.mean()) / 4
+    sides, kinds = " and ".join(dtypes), " and ".join(dict.fromkeys(dtypes.values()))
+    evidence: dict[str, Value] = {"side": sides, "dtype": kinds, "abs_error_mean": error, "share_of_square": made}
+    evidence["harmless"] = int(made < ROUNDING_SHOWS)
+    told = "small beside the other drift" if evidence["harmless"] else "most of the drift"
+    summary = (
+        f"every {sides} log-prob fits {kinds}: rounding errs by {error:.2g} nats on average, {told} "
+        f"({made:.0%} of its square)"
+    )
+    return Signal("rounded", made * drift(table), evidence, summary, table)
+
+
+def _narrow_dtype(values: Floats) -> str | None:
+    values = values[values != 0]
+    if len(np.unique(values)) < MIN_TOKENS:
+        return None
+    mantissa = np.frexp(values)[0]
+    for dtype, bits in SIGNIFICANT_BITS.items():
+        scaled = mantissa * 2.0**bits
+        if float((scaled == np.round(scaled)).mean()) >= ROUNDED_SHARE:
+            return dtype
+    return None
+
+
+def _step(values: Floats, bits: int) -> Floats:
+    """Return the distance of neighbours of that many significant bits."""
+    return np.where(values == 0, 0.0, np.ldexp(1.0, np.frexp(values)[1] - bits))
+
+
+# --- one code of a label --------------------------------------------------------------------------------------------
+
+CODE_RATIO = 3.0
+"""Drift of a code against the others, of tokens of like confidence: engines with other texts differ by less."""
+CODE_FLOOR = 0.02
+"""Nats of a logit, mean: a code below has the noise of low precision at most, however quiet the others are."""
+MIN_CODE_TOKENS = 8
+STEADY = 0.5
+"""At least this part of a code's samples drift above the others: one odd sample is not the code."""
+
+
+def by_label(table: TokenTable) -> Signal | None:
+    """Find the label whose codes split the drift best, and drift on some of them only."""
+    found = [signal for name, (codes, names) in table.groups().items() if (signal := _split(table, name, codes, names))]
+    return max(found, key=lambda signal: signal.nats, default=None)
+
+
+def _split(table: TokenTable, label: str, codes: Ints, names: tuple[str, ...]) -> Signal | None:
+    compared = table.compared
+    counts = np.bincount(codes[compared & (codes >= 0)], minlength=len(names))
+    ratio = np.array([_ratio(table, codes == code, codes != code) for code in range(len(names))])
+    usable = counts >= MIN_CODE_TOKENS
+    if usable.sum() < 2 or not np.isfinite(ratio[usable]).all():
+        return None
+    quiet = usable & (ratio <= 2 * ratio[usable].min())
+    others = np.isin(codes, np.flatnonzero(quiet))
+    loud = [code for code in np.flatnonzero(usable & ~quiet).tolist() if _is_loud(table, codes == code, others)]
+    if not loud:
+        return None
+    affected = np.isin(codes, loud)
+    level, base = (float(np.abs(table.dlogp[where & compared]).mean()) for where in (affected, others))
+    shown = ", ".join(names[code] for code in loud)
+    evidence: dict[str, Value] = {"where": f"{label}={shown}", "abs_dlogp_mean": level, "abs_dlogp_mean_others": base}
+    evidence |= {"ratio_at_like_confidence": _ratio(table, affected, others), "tokens": int((affected & compared).sum())}
+    rest = table.take(~affected)
+    told = f"drift is confined to {label} {shown}: mean abs(dlogp) {level:.3g} nats against {base:.3g} elsewhere"
+    nats = drift(table) - drift(rest) - base * int((affected & compared).sum())
+    part = table.take(affected)
+    cause = None if label == RANK_LABEL else shape_of(part, drift_of_unknown_cause=False)
+    if cause is not None:
+        summary = f"{cause.summary}; only on {label} {shown}"
+        return replace(cause, nats=max(nats, 0.0), rest=rest, summary=summary, evidence={**cause.evidence, **evidence})
+    code = "rank_local" if label == RANK_LABEL else "stale_weights"
+    return Signal(code, max(nats, 0.0), evidence, told, rest)
+
+
+def _bins(table: TokenTable) -> Ints:
+    return np.searchsorted(np.log(CONFIDENCE_EDGES), middle(table))
+
+
+def _ratio(table: TokenTable, part: Bools, others: Bools) -> float:
+    """Return clipped drift of a part over what the others have at the same confidence; NaN where nothing compares."""
+    bins, size = _bins(table), len(CONFIDENCE_EDGES) + 1
+    level = clipped(table.dlogp)
+    sums = {}
+    for name, chosen in (("part", part & table.compared), ("others", others & table.compared)):
+        count = np.bincount(bins[chosen], minlength=size)
+        sums[name] = count, np.bincount(bins[chosen], weights=level[chosen], minlength=size)
+    (count, total), (other_count, other_total) = sums["part"], sums["others"]
+    both = (count > 0) & (other_count > 0)
+    if not both.any():
+        return math.nan
+    expected = float((count[both] * other_total[both] / other_count[both]).sum())
+    return float(total[both].sum()) / max(expected, 1e-12)
+
+
+def _is_loud(table: TokenTable, part: Bools, others: Bools) -> bool:
+    noise = np.abs(logit_noise(table.take(part)))
+    if _ratio(table, part, others) < CODE_RATIO or not len(noise) or np.minimum(noise, CLIP).mean() < CODE_FLOOR:
+        return False
+    rows = np.unique(table.row[part])
+    above = [_ratio(table, part & (table.row == row), others) >= CODE_RATIO / 2 for row in rows[:: len(rows) // 64 + 1]]
+    return float(np.mean(above)) >= STEADY
+
+
+# --- the shape of the drift -----------------------------------------------------------------------------------------
+
+FAR = NOISE_CEILING
+"""Nats: a token beyond is counted as affected."""
+ONE_SIDED = 0.05
+"""Of the nats, at most this part lies on the other side of zero: noise and moved weights lie on both alike."""
+MIN_AFFECTED = 8
+RENORMALISED_SHARE = 0.05
+"""A filter cuts something in at least so many contexts, or it does not matter."""
+BOTH_FIT = 0.03
+"""Probabilities of two different tokens add up to 1 at most; so many affected tokens beyond, and it is one token."""
+CONSTANT = 0.35
+"""Standard deviation over mean: a filter cuts flat distributions by much the same mass."""
+ALIKE = 0.5
+"""Squared correlation of T and R where a filter moved both alike; another token's value has near 0."""
+SHRUNK_BOUND = 1.1
+"""A ratio of temperatures that matters; see `_unnormalised_ratio`."""
+EXPLAINED_BY_CONFIDENCE = 0.5
+"""Part of d's variance that the confidence explains: a temperature stretches all, moved weights add at random."""
+STRETCH_CORRELATION = 0.6
+ONE_SIGN = 0.97
+"""Likely tokens all move to one side under a temperature, by the bound on the normaliser."""
+SMALL_FIT = 0.98
+"""For tables below MIN_SHAPE tokens a line must fit nearly exactly."""
+MIN_SHAPE = 100
+EXACT_FIT = 0.02
+"""A log-prob that was divided is the other one times a number: precision alone leaves this part of d's square."""
+DIVIDED_FLOOR = 0.05
+"""Nats, root mean square: a smaller drift may be noise that happens to fit a line."""
+RATIO_FLOOR = 0.02
+TAIL_FLOOR = 0.1
+"""Nats: a flipped expert moves a token by more than this, low precision by less."""
+TAIL_TIMES = 12.0
+"""... and by so many times the median noise at its confidence."""
+TAIL_SHARE = (0.0005, 0.3)
+TAIL_NATS = 0.35
+"""Part of the drift that lies in the tail."""
+BIAS_F = 8.0
+"""F statistic of the means of d over bins of confidence: chance gives 1, and 8 in none of a billion runs."""
+BIAS_FLOOR = 0.01
+"""Nats of a logit, mean: what is systematic but smaller is not worth a finding."""
+BIAS_BINS = 10
+
+
+def shape_of(table: TokenTable, drift_of_unknown_cause: bool = True) -> Signal | None:
+    """Tell by how d depends on the confidence and its sign; the exact relations come first, moved weights last."""
+    if int(table.compared.sum()) < MIN_TOKENS or not table.dlogp.any():
+        return None
+    for signature in (divided, renormalised, temperature, wrong_token):
+        if (found := signature(table)) is not None:
+            return found
+    return (routing_tail(table) or stale_weights(table)) if drift_of_unknown_cause else None
+
+
+def _compared(table: TokenTable) -> tuple[Floats, Floats]:
+    return table.train[table.compared], table.rollout[table.compared]
+
+
+def divided(table: TokenTable) -> Signal | None:
+    """R = T / ratio exactly: log-probs were divided by a temperature, which only logits may be."""
+    train, rollout = _compared(table)
+    if np.ptp(train) == 0 or np.dot(train, train) == 0:
+        return None
+    slope = float(np.dot(train, rollout) / np.dot(train, train))
+    noise, d = rollout - slope * train, train - rollout
+    left = share(float(np.dot(noise, noise)), float(np.dot(d, d)))
+    if abs(slope - 1) < RATIO_FLOOR or slope <= 0 or left > EXACT_FIT or np.sqrt((d**2).mean()) < DIVIDED_FLOOR:
+        return None
+    evidence: dict[str, Value] = {"kind": "log-probs divided", "slope": slope, "left_over_square": left}
+    summary = (
+        f"rollout log-probs are {slope:.3f} times the train ones, {1 - left:.2%} of the drift's square: log-probs, not "
+        f"logits, were divided by a temperature of {1 / slope:.2f}"
+    )
+    return Signal("temperature", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def _one_side(d: Floats) -> int:
+    """Return 1 if d lies above zero, -1 if below, 0 if on both sides."""
+    above, below = float(np.maximum(d, 0).sum()), float(np.maximum(-d, 0).sum())
+    if min(above, below) > ONE_SIDED * max(above, below):
+        return 0
+    return 1 if above > below else -1
+
+
+def _affected(table: TokenTable) -> Bools:
+    return table.compared & (np.abs(table.dlogp) > FAR)
+
+
+def renormalised(table: TokenTable) -> Signal | None:
+    """One side's log-probs are above the other's by minus the log of the kept mass, never below."""
+    d = table.dlogp[table.compared]
+    side, far = _one_side(d), _affected(table)
+    count = int(far.sum())
+    if not side or count < min(MIN_AFFECTED, len(d)) or count < RENORMALISED_SHARE * len(d) or not _of_one_token(table):
+        return None
+    kept = np.exp(-np.abs(table.dlogp[far]))
+    spread = float(np.std(table.dlogp[far]) / np.abs(table.dlogp[far]).mean())
+    ratio = _unnormalised_ratio(table, side)
+    constant = spread <= CONSTANT and (side < 0 or float(np.median(kept)) >= 0.7)
+    if ratio and not constant:
+        return _unnormalised(table, side, ratio)
+    filtered = "rollout" if side < 0 else "train"
+    evidence: dict[str, Value] = {"side": filtered, "kept_mass_median": float(np.median(kept))}
+    evidence |= {"implied_top_p": float(np.quantile(kept, 0.005)), "tokens": count, "token_share": share(count, len(d))}
+    summary = (
+        f"the {filtered} side is higher on {share(count, len(d)):.0%} of tokens and never lower: renormalised after "
+        f"top-p or top-k, keeping a mass of {evidence['implied_top_p']:.3g} at least, {evidence['kept_mass_median']:.3g} "
+        "in the median"
+    )
+    return Signal("renormalised", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def _of_one_token(table: TokenTable) -> bool:
+    """Whether both sides speak of the same token: probabilities of two tokens cannot exceed 1 together."""
+    far = _affected(table)
+    train, rollout = table.train[far], table.rollout[far]
+    if float((np.exp(train) + np.exp(rollout) > 1).mean()) > BOTH_FIT:
+        return True
+    d = train - rollout
+    if float(d.std()) <= CONSTANT * float(np.abs(d).mean()):
+        return True
+    return np.ptp(train) > 0 and np.ptp(rollout) > 0 and float(np.corrcoef(train, rollout)[0, 1]) ** 2 >= ALIKE
+
+
+def _unnormalised_ratio(table: TokenTable, side: int) -> float:
+    """Return the ratio of temperatures if R = (raw log-prob) / t without a normaliser fits, else 0.
+
+    With T = R - log Z and Z the sum of p^(1/t), Z is at least q + (1 - q^t)^(1/t) for t > 1 (q = exp R), at most that
+    for t < 1: d has a bound that grows with t. A filter leaves many tokens nearer to zero than that.
+    """
+    rollout = np.minimum(table.rollout[table.compared], 0.0)
+    d, q = table.dlogp[table.compared], np.exp(np.minimum(table.rollout[table.compared], 0.0))
+    t = SHRUNK_BOUND if side < 0 else 1 / SHRUNK_BOUND
+    certain = rollout > math.log(0.999)
+    bound = np.abs(np.log(q + (1 - np.minimum(q, 1.0) ** t) ** (1 / t)))
+    fits = np.abs(d)[~certain] >= bound[~certain] - NOISE_CEILING * (1 - q[~certain])
+    likely = (q[~certain] > 0.2).sum()
+    if likely < MIN_TOKENS / 2 or float(fits.mean()) < 0.99:
+        return 0.0
+    return t
+
+
+def _unnormalised(table: TokenTable, side: int, bound: float) -> Signal:
+    d = float(table.dlogp[table.compared].mean())
+    evidence: dict[str, Value] = {"kind": "log-probs divided, train scaled", "dlogp_mean": d, "bound": bound}
+    told = "below" if side > 0 else "above"
+    summary = (
+        f"rollout log-probs lie {told} the train ones by {abs(d):.3g} nats on average and never the other way: they were "
+        f"divided by a temperature {told.replace('below', 'below 1').replace('above', 'above 1')} without being normalised"
+    )
+    return Signal("temperature", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def temperature(table: TokenTable) -> Signal | None:
+    """d is a function of the confidence: likely tokens move one way, unlikely ones the other."""
+    m, d = middle(table), table.dlogp
+    uncertain = table.compared & (m < math.log(CERTAIN))
+    m, d = m[uncertain], d[uncertain]
+    if len(d) < MIN_TOKENS or np.ptp(d) == 0 or np.ptp(m) == 0 or noise_level(table) < NOISE_CEILING / 2:
+        return None
+    correlation = float(np.corrcoef(m, d)[0, 1])
+    explained = max(_explained_by_bins(m, d), correlation**2) if len(d) >= MIN_SHAPE else correlation**2
+    needed = EXPLAINED_BY_CONFIDENCE if len(d) >= MIN_SHAPE else SMALL_FIT
+    likely = d[m > math.log(0.5)]
+    sign = 1 if correlation > 0 else -1
+    agree = float((sign * likely > 0).mean()) if len(likely) >= 20 else 1.0
+    if explained < needed or abs(correlation) < STRETCH_CORRELATION or agree < ONE_SIGN or _one_side(d):
+        return None
+    spread = float(np.std(table.rollout[uncertain]) / np.std(table.train[uncertain]))
+    ratio = _temperature_ratio(table, sign)
+    evidence: dict[str, Value] = {"kind": "other temperature", "variance_explained": explained}
+    evidence |= {"correlation": correlation, "spread_ratio": spread, "temperature_ratio": ratio}
+    told = "sharper" if sign < 0 else "flatter"
+    summary = (
+        f"rollout log-probs are those of a {told} distribution: the confidence explains {explained:.0%} of the variance "
+        f"of d, as if the rollout's temperature were about {ratio:.2f} times the trainer's"
+    )
+    return Signal("temperature", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def _explained_by_bins(m: Floats, d: Floats) -> float:
+    """Return the part of d's variance between bins of equally many tokens."""
+    bins = np.searchsorted(np.quantile(m, np.linspace(0, 1, BIAS_BINS + 1)[1:-1]), m)
+    count = np.bincount(bins, minlength=BIAS_BINS)
+    mean = np.bincount(bins, weights=d, minlength=BIAS_BINS) / np.maximum(count, 1)
+    return 1 - share(float(((d - mean[bins]) ** 2).sum()), float(((d - d.mean()) ** 2).sum()))
+
+
+def _temperature_ratio(table: TokenTable, sign: int) -> float:
+    """Estimate rollout temperature / trainer temperature.
+
+    The log-odds of likely tokens stretch by at least the inverse ratio, and by just that where one other token is in
+    question; without likely tokens the slope of R on T stands in for it.
+    """
+    train, rollout = _compared(table)
+    likely = (train > math.log(0.6)) & (train < math.log(0.98)) & (rollout > math.log(0.5)) & (rollout < -1e-4)
+    if likely.sum() >= 30:
+        odds = [side[likely] - np.log(-np.expm1(side[likely])) for side in (train, rollout)]
+        stretch = odds[1] / odds[0]
+        return float(1 / np.quantile(stretch, 0.05 if sign < 0 else 0.95))
+    slope = float(np.polyfit(train, rollout, 1)[0])
+    return 1 / slope if slope > 0 else math.nan
+
+
+def wrong_token(table: TokenTable) -> Signal | None:
+    """Some tokens' values on one side are those of another, mostly likelier token: far off, on one side of zero."""
+    far = _affected(table)
+    d = table.dlogp[far]
+    count, total = int(far.sum()), int(table.compared.sum())
+    side = _one_side(table.dlogp[table.compared])
+    if not side or count < max(MIN_AFFECTED, 0.01 * total) or _of_one_token(table):
+        return None
+    other = "rollout" if side < 0 else "train"
+    evidence: dict[str, Value] = {"side": other, "tokens": count, "token_share": share(count, total)}
+    evidence |= {"dlogp_mean": float(d.mean()), **where(table, far)}
+    summary = (
+        f"on {share(count, total):.0%} of tokens the {other} log-prob is higher, by {np.abs(d).mean():.3g} nats on "
+        "average, and never lower, with little relation to the other side: it is that of another, likelier token"
+    )
+    rest = table.take(~far)
+    return Signal("wrong_token", drift(table) - drift(rest), evidence, summary, rest)
+
+
+def routing_tail(table: TokenTable) -> Signal | None:
+    """A few tokens far out on both sides, over a body as quiet as low precision: expert routing flipped."""
+    body = noise_level(table)
+    probability = np.exp(middle(table))
+    far = table.compared & (np.abs(table.dlogp) > np.maximum(TAIL_FLOOR, TAIL_TIMES * body * (1 - probability)))
+    count, total = int(far.sum()), int(table.compared.sum())
+    rest = table.take(~far)
+    in_tail = share(drift(table) - drift(rest), drift(table))
+    if body > NOISE_CEILING or count < MIN_AFFECTED or in_tail < TAIL_NATS:
+        return None
+    if not TAIL_SHARE[0] <= share(count, total) <= TAIL_SHARE[1]:
+        return None
+    evidence: dict[str, Value] = {"tokens": count, "token_share": share(count, total), "drift_share": in_tail}
+    evidence |= {"body_median": body, "tail_mean": float(np.abs(table.dlogp[far]).mean()), **where(table, far)}
+    summary = (
+        f"{share(count, total):.2%} of tokens{at(evidence)} drift by {evidence['tail_mean']:.3g} nats on average and make "
+        f"{in_tail:.0%} of the drift, while the rest is as quiet as low precision (median {body:.2g})"
+    )
+    return Signal("routing_tail", drift(table) - drift(rest), evidence, summary, rest)
+
+
+def stale_weights(table: TokenTable) -> Signal | None:
+    """Drift on both sides of zero, larger than low precision makes it, or leaning with the confidence."""
+    noise = logit_noise(table)
+    if len(noise) < 2 * MIN_TOKENS:
+        return None
+    level, mean = float(np.median(np.abs(noise))), float(np.abs(noise).mean())
+    lean = _lean(table)
+    # Rounded values err by more than the engine does.
+    coarse = rounded(table)
+    ceiling = NOISE_CEILING + (0.0 if coarse is None else 2 * float(coarse.evidence["abs_error_mean"]))
+    if level < ceiling and (lean < BIAS_F or mean < BIAS_FLOOR):
+        return None
+    d = table.dlogp[table.compared]
+    evidence: dict[str, Value] = {"where": "all", "logit_noise_median": level, "logit_noise_mean": mean, "lean": lean}
+    evidence |= {"abs_dlogp_mean": float(np.abs(d).mean()), "ratio0_mean": float(np.exp(np.minimum(d, 50.0)).mean())}
+    why = "more than low precision makes" if level >= ceiling else "leaning with the confidence, as noise does not"
+    summary = (
+        f"drift of {evidence['abs_dlogp_mean']:.3g} nats on average (median {level:.2g} of a logit) on all tokens, "
+        f"{why}: other weights, or a far cruder engine"
+    )
+    return Signal("stale_weights", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def _lean(table: TokenTable) -> float:
+    """Return the F statistic of the means of logit_noise over bins of confidence: 1 for noise, large for moved weights."""
+    m = middle(table)
+    uncertain = table.compared & (m < math.log(CERTAIN))
+    n = int(uncertain.sum())
+    if n < 20 * BIAS_BINS:
+        return 0.0
+    noise = np.clip(table.dlogp[uncertain] / (1 - np.exp(m[uncertain])), -CLIP, CLIP)
+    explained = _explained_by_bins(m[uncertain], noise)
+    return explained / (BIAS_BINS - 1) / max(1 - explained, 1e-9) * (n - BIAS_BINS)
