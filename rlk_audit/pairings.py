@@ -44,10 +44,17 @@ MIN_UNRELATED_TOKENS = 200
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a re-pairing does: for each token the place of the rollout value it is paired with, and what it gains."""
+    """What a re-pairing does.
+
+    Attributes:
+        source: for each token the place of the rollout value that it is paired with, -1 for none.
+        rows: samples that it explains. fits: those and short ones, which follow where long ones decide.
+        before, after: clipped abs(dlogp) of the explained samples.
+    """
 
     source: Ints
     rows: Bools
+    fits: Bools
     before: float
     after: float
 
@@ -76,8 +83,9 @@ def try_pairing(table: TokenTable, source: Ints) -> Repaired:
     own = np.where(both, clipped(table.dlogp), 0.0)
     moved = np.where(both, clipped(np.where(both, table.train, 0.0) - np.where(both, table.rollout[source], 0.0)), 0.0)
     count, before, after = (_row_sums(table, column) for column in (both.astype(float), own, moved))
-    rows = (count >= MIN_TOKENS) & (before >= SAMPLE_FLOOR * count) & (after <= LEFT_OVER * before)
-    return Repaired(source, rows, float(before[rows].sum()), float(after[rows].sum()))
+    fits = (count > 0) & (before >= SAMPLE_FLOOR * count) & (after <= LEFT_OVER * before)
+    rows = fits & (count >= MIN_TOKENS)
+    return Repaired(source, rows, fits, float(before[rows].sum()), float(after[rows].sum()))
 
 
 def _convincing(table: TokenTable, found: Repaired) -> bool:
@@ -87,16 +95,17 @@ def _convincing(table: TokenTable, found: Repaired) -> bool:
 
 def repair(table: TokenTable, found: Repaired) -> TokenTable:
     """Return the table with the explained samples re-paired; tokens without a partner are dropped."""
-    affected = found.rows[table.row]
+    affected = found.fits[table.row]
     rollout = np.where(affected, table.rollout[found.source], table.rollout)
     kept = ~affected | (found.source >= 0)
     return table.with_rollout(rollout).take(kept)
 
 
-def _signal(code: str, table: TokenTable, found: Repaired, evidence: dict[str, Value], told: str) -> Signal:
-    affected = found.rows[table.row]
-    rest = repair(table, found)
-    samples = int(found.rows.sum())
+def _signal(
+    code: str, table: TokenTable, found: Repaired, rest: TokenTable, evidence: dict[str, Value], told: str
+) -> Signal:
+    affected = found.fits[table.row]
+    samples = int(found.fits.sum())
     evidence |= {
         "samples_affected": samples,
         "sample_share": share(samples, table.row_count),
@@ -125,7 +134,7 @@ def shift(table: TokenTable) -> Signal | None:
     late = lag > 0
     told = f"the rollout side is {abs(lag)} position{'s' * (abs(lag) > 1)} {'late' if late else 'early'}"
     told += f" (or the train side {'early' if late else 'late'})"
-    return _signal("shift", table, found, {"lag": lag, "rollout": "late" if late else "early"}, told)
+    return _signal("shift", table, found, repair(table, found), {"lag": lag, "rollout": "late" if late else "early"}, told)
 
 
 def _lagged(table: TokenTable, lag: int) -> tuple[int, Repaired]:
@@ -150,7 +159,7 @@ def cp_order(table: TokenTable) -> Signal | None:
     shown = ", ".join(map(str, order))
     evidence: dict[str, Value] = {"blocks": blocks, "order": shown, "cut": rule, "layout": _layout_name(order)}
     told = f"blocks are joined in the order {shown} ({evidence['layout']})"
-    return _signal("cp_order", table, everywhere, evidence, told)
+    return _signal("cp_order", table, everywhere, repair(table, everywhere), evidence, told)
 
 
 def _drifting(table: TokenTable) -> TokenTable | None:
@@ -251,8 +260,17 @@ def row_order(table: TokenTable) -> Signal | None:
         found = try_pairing(table, source)
         if _convincing(table, found):
             told = "rollout values stand beside another row's train values"
-            return _signal("row_order", table, found, {"partner": "found"}, told)
+            rest = _without_drifting(repair(table, found), searched)
+            return _signal("row_order", table, found, rest, {"partner": "found"}, told)
     return _unrelated(table)
+
+
+def _without_drifting(rest: TokenTable, searched: TokenTable | None) -> TokenTable:
+    """Leave out the samples that still drift: short ones, or those whose partner is not in the table."""
+    drifting = _drifting(rest)
+    if drifting is None or searched is None:
+        return rest
+    return rest.take(~np.isin(rest.sample, np.intersect1d(drifting.sample, searched.sample)))
 
 
 def _partners(table: TokenTable) -> dict[int, int]:

@@ -300,6 +300,9 @@ def divided(table: TokenTable) -> Signal | None:
     left = share(float(np.dot(noise, noise)), float(np.dot(d, d)))
     if abs(slope - 1) < RATIO_FLOOR or slope <= 0 or left > EXACT_FIT or np.sqrt((d**2).mean()) < DIVIDED_FLOOR:
         return None
+    # In a narrow range of log-probs a constant offset looks like a factor: the better of the two is meant.
+    if float(((d - d.mean()) ** 2).sum()) < 4 * float(np.dot(noise, noise)):
+        return None
     evidence: dict[str, Value] = {"kind": "log-probs divided", "slope": slope, "left_over_square": left}
     summary = (
         f"rollout log-probs are {slope:.3f} times the train ones, {1 - left:.2%} of the drift's square: log-probs, not "
