@@ -19,6 +19,8 @@ SAMPLE_FLOOR = 0.05
 """Nats, mean of clipped abs(dlogp): a sample below is not mispaired, since neighbours differ by far more."""
 LEFT_OVER = 0.4
 """A sample is explained if re-pairing leaves at most this part of its drift: chance leaves about all of it."""
+FOLLOWS = 0.75
+"""Where that decided, samples follow that re-pairing improves so far: another fault may lie underneath."""
 EXPLAINED = 0.6
 """The explained samples together must lose at least this part: room for a second fault underneath."""
 MIN_SHARE = 0.08
@@ -26,8 +28,10 @@ MIN_SHARE = 0.08
 BLOCK_COUNTS = (2, 4, 8, 16)
 """Contiguous context parallelism has cp blocks, zigzag 2 cp."""
 BLOCK_RULES = ("even", "ceil", "floor", "sequence")
-MIN_BLOCK = 3
+MIN_BLOCK = 2
 """Tokens a block: shorter ones are hardly blocks."""
+SIMPLER = 0.85
+"""A lag is meant rather than a block order if it gains at least this part as much."""
 SEARCH_TOKENS = 50_000
 """Whole samples of about so many tokens choose among the hypotheses."""
 SEARCH_ROWS = 1024
@@ -48,7 +52,7 @@ class Repaired:
 
     Attributes:
         source: for each token the place of the rollout value that it is paired with, -1 for none.
-        rows: samples that it explains. fits: those and short ones, which follow where long ones decide.
+        rows: samples that it explains. fits: those and others that follow where they decide.
         before, after: clipped abs(dlogp) of the explained samples.
     """
 
@@ -83,8 +87,12 @@ def try_pairing(table: TokenTable, source: Ints) -> Repaired:
     own = np.where(both, clipped(table.dlogp), 0.0)
     moved = np.where(both, clipped(np.where(both, table.train, 0.0) - np.where(both, table.rollout[source], 0.0)), 0.0)
     count, before, after = (_row_sums(table, column) for column in (both.astype(float), own, moved))
-    fits = (count > 0) & (before >= SAMPLE_FLOOR * count) & (after <= LEFT_OVER * before)
-    rows = fits & (count >= MIN_TOKENS)
+    drifting = (count > 0) & (before >= SAMPLE_FLOOR * count)
+    rows = drifting & (count >= MIN_TOKENS) & (after <= LEFT_OVER * before)
+    fits = drifting & (after <= FOLLOWS * before)
+    # Samples too short to be judged alone are judged together.
+    if count[fits].sum() >= MIN_TOKENS and after[drifting].sum() <= LEFT_OVER * before[drifting].sum():
+        rows = fits
     return Repaired(source, rows, fits, float(before[rows].sum()), float(after[rows].sum()))
 
 
@@ -127,8 +135,7 @@ def _signal(
 
 def shift(table: TokenTable) -> Signal | None:
     """Pair each token with the rollout value `lag` positions on, in its sample."""
-    best = max((_lagged(table, lag) for lag in LAGS), key=lambda pair: pair[1].gain)
-    lag, found = best
+    lag, found = _best_lag(table)
     if not _convincing(table, found):
         return None
     late = lag > 0
@@ -137,8 +144,9 @@ def shift(table: TokenTable) -> Signal | None:
     return _signal("shift", table, found, repair(table, found), {"lag": lag, "rollout": "late" if late else "early"}, told)
 
 
-def _lagged(table: TokenTable, lag: int) -> tuple[int, Repaired]:
-    return lag, try_pairing(table, table.find(table.row, table.position + lag))
+def _best_lag(table: TokenTable) -> tuple[int, Repaired]:
+    pairings = {lag: try_pairing(table, table.find(table.row, table.position + lag)) for lag in LAGS}
+    return max(pairings.items(), key=lambda pair: pair[1].gain)
 
 
 # --- blocks of context parallelism ----------------------------------------------------------------------------------
@@ -154,12 +162,16 @@ def cp_order(table: TokenTable) -> Signal | None:
     most = max(found.gain for *_, found in hypotheses)
     blocks, rule, order, _ = next(h for h in hypotheses if h[-1].gain >= 0.97 * most)
     everywhere = try_pairing(table, _block_source(table, blocks, rule, np.array(order)))
-    if not _convincing(table, everywhere):
+    # Blocks as short as a lag can say the same as it, in more words.
+    if not _convincing(table, everywhere) or _best_lag(table)[1].gain > SIMPLER * everywhere.gain:
         return None
     shown = ", ".join(map(str, order))
     evidence: dict[str, Value] = {"blocks": blocks, "order": shown, "cut": rule, "layout": _layout_name(order)}
     told = f"blocks are joined in the order {shown} ({evidence['layout']})"
-    return _signal("cp_order", table, everywhere, repair(table, everywhere), evidence, told)
+    rest = _without_strangers(table, everywhere, repair(table, everywhere))
+    # Values from before the response, or from behind it, are no fault of their own.
+    rest = rest.take(_pairable(rest) | ~np.isin(rest.sample, table.sample[everywhere.fits[table.row]]))
+    return _signal("cp_order", table, everywhere, rest, evidence, told)
 
 
 def _drifting(table: TokenTable) -> TokenTable | None:
@@ -260,17 +272,22 @@ def row_order(table: TokenTable) -> Signal | None:
         found = try_pairing(table, source)
         if _convincing(table, found):
             told = "rollout values stand beside another row's train values"
-            rest = _without_drifting(repair(table, found), searched)
+            rest = _without_strangers(table, found, repair(table, found))
             return _signal("row_order", table, found, rest, {"partner": "found"}, told)
     return _unrelated(table)
 
 
-def _without_drifting(rest: TokenTable, searched: TokenTable | None) -> TokenTable:
-    """Leave out the samples that still drift: short ones, or those whose partner is not in the table."""
-    drifting = _drifting(rest)
-    if drifting is None or searched is None:
+def _without_strangers(table: TokenTable, found: Repaired, rest: TokenTable) -> TokenTable:
+    """Leave out drifting samples whose partner was not found: too short, or their partner is not in the table.
+
+    They are so many at most as those with a partner; else another fault makes them drift.
+    """
+    drifting = _drifting(table)
+    if drifting is None:
         return rest
-    return rest.take(~np.isin(rest.sample, np.intersect1d(drifting.sample, searched.sample)))
+    explained = np.unique(table.sample[found.fits[table.row]])
+    strangers = np.setdiff1d(drifting.sample, explained)
+    return rest.take(~np.isin(rest.sample, strangers)) if len(strangers) <= len(explained) else rest
 
 
 def _partners(table: TokenTable) -> dict[int, int]:

@@ -164,6 +164,7 @@ CODE_RATIO = 3.0
 CODE_FLOOR = 0.02
 """Nats of a logit, mean: a code below has the noise of low precision at most, however quiet the others are."""
 MIN_CODE_TOKENS = 8
+MEDIAN_RATIO = 2.0
 STEADY = 0.5
 """At least this part of a code's samples drift above the others: one odd sample is not the code."""
 
@@ -171,7 +172,14 @@ STEADY = 0.5
 def by_label(table: TokenTable) -> Signal | None:
     """Find the label whose codes split the drift best, and drift on some of them only."""
     found = [signal for name, (codes, names) in table.groups().items() if (signal := _split(table, name, codes, names))]
-    return max(found, key=lambda signal: signal.nats, default=None)
+    return max(found, key=lambda signal: float(signal.evidence["separation"]), default=None)
+
+
+def _separation(table: TokenTable, affected: Bools) -> float:
+    """Return the correlation of clipped drift with being affected: the label that splits most cleanly has the most."""
+    level = clipped(table.dlogp)[table.compared]
+    inside = affected[table.compared].astype(float)
+    return float(np.corrcoef(level, inside)[0, 1]) if np.ptp(level) and np.ptp(inside) else 0.0
 
 
 def _split(table: TokenTable, label: str, codes: Ints, names: tuple[str, ...]) -> Signal | None:
@@ -191,6 +199,7 @@ def _split(table: TokenTable, label: str, codes: Ints, names: tuple[str, ...]) -
     shown = ", ".join(names[code] for code in loud)
     evidence: dict[str, Value] = {"where": f"{label}={shown}", "abs_dlogp_mean": level, "abs_dlogp_mean_others": base}
     evidence |= {"ratio_at_like_confidence": _ratio(table, affected, others), "tokens": int((affected & compared).sum())}
+    evidence["separation"] = _separation(table, affected)
     rest = table.take(~affected)
     told = f"drift is confined to {label} {shown}: mean abs(dlogp) {level:.3g} nats against {base:.3g} elsewhere"
     nats = drift(table) - drift(rest) - base * int((affected & compared).sum())
@@ -227,6 +236,9 @@ def _is_loud(table: TokenTable, part: Bools, others: Bools) -> bool:
     noise = np.abs(logit_noise(table.take(part)))
     if _ratio(table, part, others) < CODE_RATIO or not len(noise) or np.minimum(noise, CLIP).mean() < CODE_FLOOR:
         return False
+    # A few far tokens that happen to lie on one code raise its mean, not its median.
+    if np.median(noise) < MEDIAN_RATIO * noise_level(table.take(others)):
+        return False
     rows = np.unique(table.row[part])
     above = [_ratio(table, part & (table.row == row), others) >= CODE_RATIO / 2 for row in rows[:: len(rows) // 64 + 1]]
     return float(np.mean(above)) >= STEADY
@@ -249,9 +261,16 @@ ALIKE = 0.5
 """Squared correlation of T and R where a filter moved both alike; another token's value has near 0."""
 SHRUNK_BOUND = 1.1
 """A ratio of temperatures that matters; see `_unnormalised_ratio`."""
-EXPLAINED_BY_CONFIDENCE = 0.5
-"""Part of d's variance that the confidence explains: a temperature stretches all, moved weights add at random."""
-STRETCH_CORRELATION = 0.6
+EXPLAINED_BY_CONFIDENCE = 0.55
+"""Part of the variance of d / (1 - p) between bins of confidence: a temperature stretches all tokens by one rule."""
+EXPLAINED_ALONE = 0.7
+"""The same where too few likely tokens confirm it by their stretch."""
+STEADY_STRETCH = 0.48
+"""See `_stretch`: recorded temperatures lie above 0.55, moved weights below 0.42."""
+MIN_LIKELY = 20
+NOISE_CLIP = 3.0
+"""Nats of a logit: rare tokens are so far off at most, so that they do not decide alone."""
+STRETCH_CORRELATION = 0.5
 ONE_SIGN = 0.97
 """Likely tokens all move to one side under a temperature, by the bound on the normaliser."""
 SMALL_FIT = 0.98
@@ -267,6 +286,7 @@ TAIL_FLOOR = 0.1
 TAIL_TIMES = 12.0
 """... and by so many times the median noise at its confidence."""
 TAIL_SHARE = (0.0005, 0.3)
+MIN_TAIL = 5
 TAIL_NATS = 0.35
 """Part of the drift that lies in the tail."""
 BIAS_F = 8.0
@@ -371,6 +391,9 @@ def _unnormalised_ratio(table: TokenTable, side: int) -> float:
     certain = rollout > math.log(0.999)
     bound = np.abs(np.log(q + (1 - np.minimum(q, 1.0) ** t) ** (1 / t)))
     fits = np.abs(d)[~certain] >= bound[~certain] - NOISE_CEILING * (1 - q[~certain])
+    # Where one token has all the mass there is nothing to normalise; a filter that keeps one token shows just there.
+    if float((np.abs(d[certain]) > FAR).sum()) > 0.01 * len(d):
+        return 0.0
     likely = (q[~certain] > 0.2).sum()
     if likely < MIN_TOKENS / 2 or float(fits.mean()) < 0.99:
         return 0.0
@@ -390,23 +413,26 @@ def _unnormalised(table: TokenTable, side: int, bound: float) -> Signal:
 
 def temperature(table: TokenTable) -> Signal | None:
     """d is a function of the confidence: likely tokens move one way, unlikely ones the other."""
-    m, d = middle(table), table.dlogp
+    m = middle(table)
     uncertain = table.compared & (m < math.log(CERTAIN))
-    m, d = m[uncertain], d[uncertain]
+    m, d = m[uncertain], table.dlogp[uncertain]
     if len(d) < MIN_TOKENS or np.ptp(d) == 0 or np.ptp(m) == 0 or noise_level(table) < NOISE_CEILING / 2:
         return None
     correlation = float(np.corrcoef(m, d)[0, 1])
-    explained = max(_explained_by_bins(m, d), correlation**2) if len(d) >= MIN_SHAPE else correlation**2
-    needed = EXPLAINED_BY_CONFIDENCE if len(d) >= MIN_SHAPE else SMALL_FIT
-    likely = d[m > math.log(0.5)]
     sign = 1 if correlation > 0 else -1
-    agree = float((sign * likely > 0).mean()) if len(likely) >= 20 else 1.0
+    steadiness, ratio = _stretch(table, sign)
+    explained, needed = correlation**2, SMALL_FIT
+    if len(d) >= MIN_SHAPE:
+        explained = max(explained, _explained_by_bins(m, np.clip(d / (1 - np.exp(m)), -NOISE_CLIP, NOISE_CLIP)))
+        needed = EXPLAINED_ALONE if math.isnan(steadiness) else EXPLAINED_BY_CONFIDENCE
+    likely = d[m > math.log(0.5)]
+    agree = float((sign * likely > 0).mean()) if len(likely) >= MIN_LIKELY else 1.0
     if explained < needed or abs(correlation) < STRETCH_CORRELATION or agree < ONE_SIGN or _one_side(d):
         return None
-    spread = float(np.std(table.rollout[uncertain]) / np.std(table.train[uncertain]))
-    ratio = _temperature_ratio(table, sign)
+    if steadiness < STEADY_STRETCH:
+        return None
     evidence: dict[str, Value] = {"kind": "other temperature", "variance_explained": explained}
-    evidence |= {"correlation": correlation, "spread_ratio": spread, "temperature_ratio": ratio}
+    evidence |= {"correlation": correlation, "stretch_steadiness": steadiness, "temperature_ratio": ratio}
     told = "sharper" if sign < 0 else "flatter"
     summary = (
         f"rollout log-probs are those of a {told} distribution: the confidence explains {explained:.0%} of the variance "
@@ -423,20 +449,23 @@ def _explained_by_bins(m: Floats, d: Floats) -> float:
     return 1 - share(float(((d - mean[bins]) ** 2).sum()), float(((d - d.mean()) ** 2).sum()))
 
 
-def _temperature_ratio(table: TokenTable, sign: int) -> float:
-    """Estimate rollout temperature / trainer temperature.
+def _stretch(table: TokenTable, sign: int) -> tuple[float, float]:
+    """Return how steadily log-odds of likely tokens are stretched (NaN: too few), and rollout / train temperature.
 
-    The log-odds of likely tokens stretch by at least the inverse ratio, and by just that where one other token is in
-    question; without likely tokens the slope of R on T stands in for it.
+    A temperature ratio r stretches the log-odds of a token above 1/2 by at least 1/r for r < 1, and by just that where
+    one other token is in question; moved weights stretch some tokens and leave others. The measure is the logarithm of
+    the least stretch (5 %) over that of the median one. Without likely tokens the slope of R on T gives the ratio.
     """
     train, rollout = _compared(table)
-    likely = (train > math.log(0.6)) & (train < math.log(0.98)) & (rollout > math.log(0.5)) & (rollout < -1e-4)
-    if likely.sum() >= 30:
-        odds = [side[likely] - np.log(-np.expm1(side[likely])) for side in (train, rollout)]
-        stretch = odds[1] / odds[0]
-        return float(1 / np.quantile(stretch, 0.05 if sign < 0 else 0.95))
-    slope = float(np.polyfit(train, rollout, 1)[0])
-    return 1 / slope if slope > 0 else math.nan
+    sharp, flat = (rollout, train) if sign < 0 else (train, rollout)
+    likely = (flat > math.log(0.55)) & (sharp > math.log(0.55)) & (np.maximum(sharp, flat) < math.log(0.98))
+    if likely.sum() < MIN_LIKELY:
+        slope = float(np.polyfit(train, rollout, 1)[0])
+        return math.nan, 1 / slope if slope > 0 else math.nan
+    odds = [side[likely] - np.log(-np.expm1(side[likely])) for side in (sharp, flat)]
+    least, median = np.quantile(odds[0] / odds[1], (0.05, 0.5))
+    steadiness = float(np.log(max(least, 1e-3)) / np.log(median)) if median > 1 else 0.0
+    return steadiness, float(1 / least if sign < 0 else least)
 
 
 def wrong_token(table: TokenTable) -> Signal | None:
@@ -466,7 +495,7 @@ def routing_tail(table: TokenTable) -> Signal | None:
     count, total = int(far.sum()), int(table.compared.sum())
     rest = table.take(~far)
     in_tail = share(drift(table) - drift(rest), drift(table))
-    if body > NOISE_CEILING or count < MIN_AFFECTED or in_tail < TAIL_NATS:
+    if body > NOISE_CEILING or count < MIN_TAIL or in_tail < TAIL_NATS:
         return None
     if not TAIL_SHARE[0] <= share(count, total) <= TAIL_SHARE[1]:
         return None

@@ -211,7 +211,8 @@ def row_order(random: Random, run: Run) -> None:
 
 def cp_order(random: Random, run: Run) -> None:
     """Shards of a gathered sequence in the wrong order: zigzag not undone, undone twice, or contiguous ranks mixed up."""
-    cp, kind = int(random.choice([2, 4])), random.integers(3)
+    # A sequence is padded to a multiple of 2 cp, so few tokens mean a small cp.
+    cp, kind = int(random.choice([2, 4])) if max(len(s["train"]) for s in run) > 32 else 2, random.integers(3)
     blocks = 2 * cp if kind < 2 else cp
     zigzag = [block for rank in range(cp) for block in (rank, 2 * cp - 1 - rank)]
     if kind == 0:
