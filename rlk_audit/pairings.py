@@ -70,7 +70,8 @@ class Repaired:
 
 def _pairable(table: TokenTable) -> Bools:
     """Leave out filled values, which belong to no token and would blur every comparison."""
-    return table.compared & ~((table.rollout == 0) & (table.train < -1))
+    train, rollout = table.train, table.rollout
+    return table.compared & ~((rollout == 0) & (train < -1)) & ~((train == 0) & (rollout < -1))
 
 
 def _row_sums(table: TokenTable, values: Floats) -> Floats:
@@ -174,12 +175,17 @@ def cp_order(table: TokenTable) -> Signal | None:
     return _signal("cp_order", table, everywhere, rest, evidence, told)
 
 
-def _drifting(table: TokenTable) -> TokenTable | None:
-    """Return samples that drift, up to SEARCH_TOKENS."""
+def _drifting_rows(table: TokenTable, least: int) -> tuple[Bools, Floats]:
+    """Return the samples of at least so many pairs that drift, and the pairs of every sample."""
     good = _pairable(table)
     count = _row_sums(table, good.astype(float))
     level = _row_sums(table, np.where(good, clipped(table.dlogp), 0.0))
-    rows = (count >= MIN_TOKENS) & (level >= SAMPLE_FLOOR * count)
+    return (count >= least) & (level >= SAMPLE_FLOOR * count), count
+
+
+def _drifting(table: TokenTable) -> TokenTable | None:
+    """Return samples that drift, up to SEARCH_TOKENS."""
+    rows, count = _drifting_rows(table, MIN_TOKENS)
     rows &= np.cumsum(np.where(rows, count, 0)) <= max(SEARCH_TOKENS, count[rows].max(initial=0))
     return table.take(rows[table.row]) if rows.any() else None
 
@@ -282,12 +288,10 @@ def _without_strangers(table: TokenTable, found: Repaired, rest: TokenTable) -> 
 
     They are so many at most as those with a partner; else another fault makes them drift.
     """
-    drifting = _drifting(table)
-    if drifting is None:
+    strangers = _drifting_rows(table, 1)[0] & ~found.fits
+    if strangers.sum() > found.fits.sum():
         return rest
-    explained = np.unique(table.sample[found.fits[table.row]])
-    strangers = np.setdiff1d(drifting.sample, explained)
-    return rest.take(~np.isin(rest.sample, strangers)) if len(strangers) <= len(explained) else rest
+    return rest.take(~np.isin(rest.sample, table.sample[strangers[table.row]]))
 
 
 def _partners(table: TokenTable) -> dict[int, int]:

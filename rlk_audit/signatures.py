@@ -30,8 +30,8 @@ from rlk_audit.token_table import RANK_LABEL, Bools, Floats, Ints, TokenTable
 
 DROPPED_NATS = 10.0
 """What a token of T = -inf counts in the drift: about the log-probability that a filter drops."""
-FILLED_TRAIN = -1.0
-"""R = 0 says "certain"; a train value below this denies it, and rounding cannot."""
+FILLED_OTHER = -1.0
+"""A log-prob of 0 says "certain"; a value of the other side below this denies it, and rounding cannot."""
 END_FLOOR = 0.5
 """Nats: a made-up value at the end of a sample is far off, or it does not matter."""
 END_ENRICHMENT = 5.0
@@ -64,26 +64,37 @@ def train_filter(table: TokenTable) -> Signal | None:
 
 
 def zero_fill(table: TokenTable) -> Signal | None:
-    """R is exactly 0 where T is far below: positions that no engine sampled, filled with zeros."""
-    zero = table.compared & (table.rollout == 0)
-    suspect = zero & (table.train < FILLED_TRAIN)
-    ends = _ends(table)
-    if suspect.sum() < 2 or (suspect & ends).sum() > 0.5 * suspect.sum():
+    """One side is exactly 0 where the other is far below: positions that nobody scored, filled with zeros."""
+    sides = {"rollout": (table.rollout, table.train), "train": (table.train, table.rollout)}
+    found = {side: _filled(table, *columns) for side, columns in sides.items()}
+    side = max(found, key=lambda name: int(found[name][0].sum()))
+    filled, stretches = found[side]
+    count = int(filled.sum())
+    if not count:
         return None
-    # A stretch of zeros is filled as a whole, also where T happens to be near 0.
+    other, mean = next(name for name in sides if name != side), float(sides[side][1][filled].mean())
+    evidence: dict[str, Value] = {"side": side, "tokens": count, "token_share": share(count, len(table))}
+    evidence |= {"stretches": stretches, f"{other}_logp_mean": mean, **where(table, filled)}
+    summary = (
+        f"the {side} log-prob is exactly 0 on {count} tokens in {stretches} stretches{at(evidence)}, where the {other} "
+        f"side says {mean:.3g} on average"
+    )
+    rest = table.take(~filled)
+    return Signal("zero_fill", drift(table) - drift(rest), evidence, summary, rest)
+
+
+def _filled(table: TokenTable, side: Floats, other: Floats) -> tuple[Bools, int]:
+    """Return the tokens of stretches of zeros in which the other side denies some, and the number of stretches."""
+    zero = table.compared & (side == 0)
+    suspect = zero & (other < FILLED_OTHER)
+    if suspect.sum() < 2 or (suspect & _ends(table)).sum() > 0.5 * suspect.sum():
+        return np.zeros(len(table), dtype=bool), 0
+    # A stretch is filled as a whole, also where the other side happens to be near 0.
     first = np.ones(len(table), dtype=bool)
     first[1:] = (zero[1:] != zero[:-1]) | (table.row[1:] != table.row[:-1])
     stretch = np.cumsum(first) - 1
     filled = zero & (np.bincount(stretch, weights=suspect)[stretch] > 0)
-    count, stretches = int(filled.sum()), len(np.unique(stretch[filled]))
-    evidence: dict[str, Value] = {"tokens": count, "token_share": share(count, len(table)), "stretches": stretches}
-    evidence |= {"train_logp_mean": float(table.train[filled].mean()), **where(table, filled)}
-    summary = (
-        f"rollout log-prob is exactly 0 on {count} tokens in {stretches} stretches{at(evidence)}, where the trainer "
-        f"says {evidence['train_logp_mean']:.3g} on average"
-    )
-    rest = table.take(~filled)
-    return Signal("zero_fill", drift(table) - drift(rest), evidence, summary, rest)
+    return filled, len(np.unique(stretch[filled]))
 
 
 def _ends(table: TokenTable) -> Bools:
@@ -164,7 +175,7 @@ CODE_RATIO = 3.0
 CODE_FLOOR = 0.02
 """Nats of a logit, mean: a code below has the noise of low precision at most, however quiet the others are."""
 MIN_CODE_TOKENS = 8
-MEDIAN_RATIO = 2.0
+MEDIAN_RATIO = 3.0
 STEADY = 0.5
 """At least this part of a code's samples drift above the others: one odd sample is not the code."""
 
@@ -267,6 +278,8 @@ EXPLAINED_ALONE = 0.7
 """The same where too few likely tokens confirm it by their stretch."""
 STEADY_STRETCH = 0.48
 """See `_stretch`: recorded temperatures lie above 0.55, moved weights below 0.42."""
+BOTH_TOGETHER = 1.3
+"""Sum of the two: recorded temperatures reach 1.33 to 1.6, moved weights 1.28 in nearly all runs."""
 MIN_LIKELY = 20
 NOISE_CLIP = 3.0
 """Nats of a logit: rare tokens are so far off at most, so that they do not decide alone."""
@@ -287,7 +300,7 @@ TAIL_TIMES = 12.0
 """... and by so many times the median noise at its confidence."""
 TAIL_SHARE = (0.0005, 0.3)
 MIN_TAIL = 5
-TAIL_NATS = 0.35
+TAIL_NATS = 0.25
 """Part of the drift that lies in the tail."""
 BIAS_F = 8.0
 """F statistic of the means of d over bins of confidence: chance gives 1, and 8 in none of a billion runs."""
@@ -386,13 +399,14 @@ def _unnormalised_ratio(table: TokenTable, side: int) -> float:
     for t < 1: d has a bound that grows with t. A filter leaves many tokens nearer to zero than that.
     """
     rollout = np.minimum(table.rollout[table.compared], 0.0)
-    d, q = table.dlogp[table.compared], np.exp(np.minimum(table.rollout[table.compared], 0.0))
+    d, q = table.dlogp[table.compared], np.exp(rollout)
     t = SHRUNK_BOUND if side < 0 else 1 / SHRUNK_BOUND
     certain = rollout > math.log(0.999)
     bound = np.abs(np.log(q + (1 - np.minimum(q, 1.0) ** t) ** (1 / t)))
     fits = np.abs(d)[~certain] >= bound[~certain] - NOISE_CEILING * (1 - q[~certain])
     # Where one token has all the mass there is nothing to normalise; a filter that keeps one token shows just there.
-    if float((np.abs(d[certain]) > FAR).sum()) > 0.01 * len(d):
+    alone = np.maximum(rollout, table.train[table.compared]) > -1e-6
+    if float((np.abs(d[alone]) > FAR).sum()) > 0.01 * len(d):
         return 0.0
     likely = (q[~certain] > 0.2).sum()
     if likely < MIN_TOKENS / 2 or float(fits.mean()) < 0.99:
@@ -429,7 +443,7 @@ def temperature(table: TokenTable) -> Signal | None:
     agree = float((sign * likely > 0).mean()) if len(likely) >= MIN_LIKELY else 1.0
     if explained < needed or abs(correlation) < STRETCH_CORRELATION or agree < ONE_SIGN or _one_side(d):
         return None
-    if steadiness < STEADY_STRETCH:
+    if steadiness < STEADY_STRETCH or explained + steadiness < BOTH_TOGETHER:
         return None
     evidence: dict[str, Value] = {"kind": "other temperature", "variance_explained": explained}
     evidence |= {"correlation": correlation, "stretch_steadiness": steadiness, "temperature_ratio": ratio}

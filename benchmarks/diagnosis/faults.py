@@ -212,7 +212,8 @@ def row_order(random: Random, run: Run) -> None:
 def cp_order(random: Random, run: Run) -> None:
     """Shards of a gathered sequence in the wrong order: zigzag not undone, undone twice, or contiguous ranks mixed up."""
     # A sequence is padded to a multiple of 2 cp, so few tokens mean a small cp.
-    cp, kind = int(random.choice([2, 4])) if max(len(s["train"]) for s in run) > 32 else 2, random.integers(3)
+    longest = max(len(sample["train"]) for sample in run)
+    cp, kind = int(random.choice([2, 4])) if longest > 32 else 2, random.integers(3)
     blocks = 2 * cp if kind < 2 else cp
     zigzag = [block for rank in range(cp) for block in (rank, 2 * cp - 1 - rank)]
     if kind == 0:
@@ -221,7 +222,8 @@ def cp_order(random: Random, run: Run) -> None:
         order = [zigzag.index(block) for block in range(blocks)]
     else:
         order = np.roll(np.arange(cp), int(random.integers(1, cp))).tolist()
-    side, with_prompt = either_side(random), bool(random.random() < 0.5)
+    # Where the prompt is most of the sequence, the response's values are gone rather than misplaced.
+    side, with_prompt = either_side(random), bool(random.random() < 0.5) and longest > 2 * run[0]["prompt"]
     for sample in run:
         prompt = int(sample["prompt"]) if with_prompt else 0
         values = np.concatenate([np.zeros(prompt), sample[side]])
