@@ -13,20 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from rlk_audit.pairings import cp_order, row_order, shift
 from rlk_audit.report import StepReport
-from rlk_audit.report_signatures import report_signals
-from rlk_audit.signals import MIN_TOKENS, Signal, Value, drift, logit_noise, share
-from rlk_audit.signatures import (
-    DROPPED_NATS,
-    by_label,
-    rounded,
-    self_comparison,
-    shape_of,
-    synthetic_end,
-    train_filter,
-    zero_fill,
-)
+from rlk_audit.signatures.labels import by_label
+from rlk_audit.signatures.pairing import cp_order, row_order, shift
+from rlk_audit.signatures.report import report_signals
+from rlk_audit.signatures.shape import shape_of
+from rlk_audit.signatures.signal import MIN_TOKENS, Signal, Value, drift, logit_noise, share
+from rlk_audit.signatures.tokens import rounded, self_comparison, synthetic_end, train_filter, zero_fill
 from rlk_audit.token_table import TokenTable as TokenTable
 
 HEALTHY, NOTHING, TOO_FEW = "healthy", "nothing_compared", "too_few_tokens"
@@ -108,7 +101,7 @@ def diagnose(report: StepReport | None, tokens: TokenTable | None = None) -> tup
     if tokens is not None and len(tokens):
         total, signals = _of_tokens(tokens)
         compared = int(tokens.compared.sum())
-        healthy = _healthy_tokens(tokens)
+        healthy = _healthy_tokens(tokens.blanked())
     elif report is not None:
         total, signals = report_signals(report)
         compared = int(report.metrics.get("compared_token_count", 0))
@@ -131,7 +124,6 @@ Signature = Callable[[TokenTable], Signal | None]
 
 ORDER: tuple[tuple[Signature, int], ...] = (
     (self_comparison, 1),
-    (train_filter, 1),
     (rounded, 1),
     (cp_order, 1),
     (shift, 2),
@@ -146,9 +138,10 @@ ORDER: tuple[tuple[Signature, int], ...] = (
 
 def _of_tokens(table: TokenTable) -> tuple[float, list[Signal]]:
     """Return the drift in nats and what explains it."""
-    dropped = int((np.isneginf(table.train) & np.isfinite(table.rollout)).sum())
-    total = drift(table) + DROPPED_NATS * dropped
-    signals: list[Signal] = []
+    filtered = train_filter(table)
+    signals = [] if filtered is None else [filtered]
+    total = drift(table) + sum(signal.nats for signal in signals)
+    table = table.blanked()
     for signature, times in ORDER:
         for _ in range(times):
             found = signature(table)

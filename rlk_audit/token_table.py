@@ -81,7 +81,11 @@ class TokenTable:
         rows: list[dict[str, Any]] = []
         for i, train in enumerate(train_log_probs):
             row: dict[str, Any] = {"train_log_probs": train, "rollout_log_probs": rollout_log_probs[i]}
-            given = {"mask": mask, "sample_index": sample_index, "token_position": token_position}
+            given: dict[str, Sequence[Any] | None] = {
+                "mask": mask,
+                "sample_index": sample_index,
+                "token_position": token_position,
+            }
             given |= {"token_ids": token_ids, "prompt_length": prompt_length, "rank": rank}
             row |= {name: column[i] for name, column in given.items() if column is not None}
             row["labels"] = {name: column[i] for name, column in (labels or {}).items()}
@@ -151,29 +155,38 @@ class TokenTable:
         return np.array([known.get(int(sample), -1) for sample in samples], dtype=np.int64)[places]
 
     @cached_property
-    def _keys(self) -> Ints:
-        return self.row * (self._width + 1) + self.position - self._lowest
+    def row_start(self) -> Ints:
+        """Return the place of the first token of each row."""
+        return np.flatnonzero(np.diff(self.row, prepend=-1)).astype(np.int64)
 
-    @property
-    def _lowest(self) -> int:
-        return int(self.position.min()) if len(self) else 0
-
-    @property
-    def _width(self) -> int:
-        return int(self.position.max()) - self._lowest + 1 if len(self) else 0
+    @cached_property
+    def _dense(self) -> bool:
+        """Whether no row has a gap between its positions."""
+        return bool(np.all((self.position[1:] == self.position[:-1] + 1) | (self.row[1:] != self.row[:-1])))
 
     def find(self, row: Ints, position: Ints) -> Ints:
         """Return the index of the token of a row at a position, -1 where there is none."""
         if not len(self):
             return np.full(len(row), -1, dtype=np.int64)
-        inside = (position >= self._lowest) & (position < self._lowest + self._width)
-        key = row * (self._width + 1) + position - self._lowest
-        place = np.minimum(np.searchsorted(self._keys, key), len(self) - 1)
-        return np.where(inside & (self._keys[place] == key), place, -1)
+        if self._dense:
+            place = self.row_start[row] + position - self.position[self.row_start][row]
+        else:
+            # Positions beyond the table's are cut to one that no token has.
+            low, high = int(self.position.min()) - 1, int(self.position.max()) + 1
+            keys = self.row * (high - low + 1) + self.position - low
+            place = np.searchsorted(keys, row * (high - low + 1) + np.clip(position, low, high) - low)
+        place = np.clip(place, 0, len(self) - 1)
+        found = (self.row[place] == row) & (self.position[place] == position)
+        return np.where(found, place, -1).astype(np.int64)
 
     def take(self, where: Bools | Ints) -> TokenTable:
         """Return the tokens at some places."""
         return replace(self, **self._at(where))
+
+    def blanked(self) -> TokenTable:
+        """Return the table with NaN on both sides where nothing is compared, which no arithmetic warns of."""
+        both = self.compared
+        return replace(self, train=np.where(both, self.train, math.nan), rollout=np.where(both, self.rollout, math.nan))
 
     def with_rollout(self, rollout: Floats) -> TokenTable:
         """Return the table with other rollout values."""

@@ -316,7 +316,10 @@ SINGLE = (
     Kind("shift by 1", ("shift",), healthy, (shift((1, -1)),)),
     Kind("shift by 2", ("shift",), healthy, (shift((2, -2)),)),
     Kind("shift by 1, half the samples", ("shift",), healthy, (shift((1, -1), half=True),)),
-    *(Kind(f"rollout at {t}", ("temperature",), recorded(f"temperature_{t}", rollout="processed")) for t in TEMPERATURES),
+    *(
+        Kind(f"rollout at {t}", ("temperature",), recorded(f"temperature_{t}", rollout="processed"))
+        for t in TEMPERATURES
+    ),
     *(Kind(f"vLLM at {t}", ("temperature",), recorded(f"vllm_temperature_{t}")) for t in TEMPERATURES),
     *(Kind(f"trainer at {t}", ("temperature",), recorded(f"temperature_{t}", "train_scaled")) for t in TEMPERATURES),
     *(
@@ -345,7 +348,10 @@ SINGLE = (
         for name in ("top_p_0.8", "top_p_0.95", "top_k_20")
     ),
     Kind("trainer drops tokens", ("train_filter",), healthy, (train_filter,)),
-    *(Kind(f"stale, {size} move", ("stale_weights",), recorded(f"stale_{size}")) for size in ("tiny", "small", "large")),
+    *(
+        Kind(f"stale, {size} move", ("stale_weights",), recorded(f"stale_{size}"))
+        for size in ("tiny", "small", "large")
+    ),
     Kind("stale, vLLM", ("stale_weights",), recorded("stale_all_0.1")),
     *(
         Kind(f"one engine stale, {size} move", ("stale_weights",), stale_engine(size), where="engine=")
@@ -356,7 +362,10 @@ SINGLE = (
         for size in ("0.03", "0.1")
     ),
     Kind(
-        "one weight version stale", ("stale_weights",), stale_engine("large", "weight_version"), where="weight_version=3"
+        "one weight version stale",
+        ("stale_weights",),
+        stale_engine("large", "weight_version"),
+        where="weight_version=3",
     ),
     Kind("some ranks off", ("rank_local",), healthy, (rank_local,), where="rank="),
     Kind("tool tokens in the mask", ("zero_fill",), healthy, (tool_tokens,)),
@@ -412,9 +421,7 @@ def make(kind: Kind, recording: Recording, number: int) -> Run | None:
 
 
 def table(run: Run) -> TokenTable:
-    labels = {
-        name: [sample[name] for sample in run] for name in ("engine", "weight_version") if run and name in run[0]
-    }
+    labels = {name: [sample[name] for sample in run] for name in ("engine", "weight_version") if run and name in run[0]}
     return TokenTable.from_lists(
         [sample["train"].tolist() for sample in run],
         [sample["rollout"].tolist() for sample in run],

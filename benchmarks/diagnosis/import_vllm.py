@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
 from recordings import PAIRS
 
 HELD_OUT_SEEDS = ("6", "12")
@@ -43,7 +42,9 @@ def main() -> None:
         if RECORDED.match(condition):
             columns = found.setdefault(seed, {"vocabulary": np.array(int(vocabulary[1:]))})
             if condition.startswith(("temperature", "top_")):
-                condition = f"vllm_{condition}"  # processed log-probs, which the other engine's conditions keep beside raw
+                condition = (
+                    f"vllm_{condition}"  # processed log-probs, which the other engine's conditions keep beside raw
+                )
             columns |= {f"{condition}/{name}": column for name, column in columns_of(path).items()}
     for seed, columns in found.items():
         folder = PAIRS / ("held_out" if seed in HELD_OUT_SEEDS else "tune")

@@ -56,6 +56,8 @@ SETTINGS = {
     14: Setting("held_out", 4096, 96, 2, 80, 48, 400),
     15: Setting("held_out", 8192, 64, 2, 72, 48, 350),
     16: Setting("held_out", 384, 96, 4, 96, 32, 600),
+    17: Setting("held_out", 2048, 128, 2, 64, 48, 500),
+    18: Setting("held_out", 96, 96, 4, 48, 128, 600),
 }
 
 
@@ -214,7 +216,8 @@ def record(seed: int) -> dict[str, np.ndarray]:
     print(
         f"seed {seed}: losses {losses}; mean R {columns['bf16/rollout'].mean():.2f}; std d {drift.std():.4f}; "
         + ", ".join(
-            f"{n} {(columns[f'{n}/train'] - columns[f'{n}/rollout']).std():.4f}" for n in ("fp16", *(f"stale_{name}" for name, _, _ in MOVES))
+            f"{n} {(columns[f'{n}/train'] - columns[f'{n}/rollout']).std():.4f}"
+            for n in ("fp16", *(f"stale_{name}" for name, _, _ in MOVES))
         ),
         flush=True,
     )

@@ -1,7 +1,7 @@
 """How often the diagnosis names what was planted.
 
-    python benchmarks/diagnosis/study.py tune              tables of the tuning seeds; held-out files cannot be opened
-    python benchmarks/diagnosis/study.py held-out FILE     the same of the held-out seeds, written to FILE
+python benchmarks/diagnosis/study.py tune              tables of the tuning seeds; held-out files cannot be opened
+python benchmarks/diagnosis/study.py held-out FILE     the same of the held-out seeds, written to FILE
 """
 
 from __future__ import annotations

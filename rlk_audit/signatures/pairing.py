@@ -6,12 +6,13 @@ differ by about a nat, so a right re-pairing brings the drift down to the noise,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlk_audit.signals import MIN_TOKENS, Signal, Value, at, clipped, drift, share, where
+from rlk_audit.signatures.signal import MIN_TOKENS, Signal, Value, at, clipped, drift, share, where
 from rlk_audit.token_table import Bools, Floats, Ints, TokenTable
 
 LAGS = (1, -1, 2, -2, 3, -3, 4, -4)
@@ -34,7 +35,7 @@ SIMPLER = 0.85
 """A lag is meant rather than a block order if it gains at least this part as much."""
 SEARCH_TOKENS = 50_000
 """Whole samples of about so many tokens choose among the hypotheses."""
-SEARCH_ROWS = 1024
+SEARCH_ROWS = 2048
 ROW_PREFIX = 24
 """Positions that tell a row from others: even 8 of them agree by chance within noise in none of a million rows."""
 MIN_ROW = 8
@@ -75,7 +76,7 @@ def _pairable(table: TokenTable) -> Bools:
 
 
 def _row_sums(table: TokenTable, values: Floats) -> Floats:
-    return np.bincount(table.row, weights=values, minlength=table.row_count)
+    return np.bincount(table.row, weights=values, minlength=table.row_count).astype(np.float64)
 
 
 def try_pairing(table: TokenTable, source: Ints) -> Repaired:
@@ -97,8 +98,9 @@ def try_pairing(table: TokenTable, source: Ints) -> Repaired:
     return Repaired(source, rows, fits, float(before[rows].sum()), float(after[rows].sum()))
 
 
-def _convincing(table: TokenTable, found: Repaired) -> bool:
-    total = float(clipped(table.dlogp[_pairable(table)]).sum())
+def _convincing(table: TokenTable, found: Repaired, searched: Bools | None = None) -> bool:
+    judged = _pairable(table) if searched is None else _pairable(table) & searched
+    total = float(clipped(table.dlogp[judged]).sum())
     return found.gain > 0 and found.gain >= EXPLAINED * found.before and found.gain >= MIN_SHARE * total
 
 
@@ -142,7 +144,9 @@ def shift(table: TokenTable) -> Signal | None:
     late = lag > 0
     told = f"the rollout side is {abs(lag)} position{'s' * (abs(lag) > 1)} {'late' if late else 'early'}"
     told += f" (or the train side {'early' if late else 'late'})"
-    return _signal("shift", table, found, repair(table, found), {"lag": lag, "rollout": "late" if late else "early"}, told)
+    return _signal(
+        "shift", table, found, repair(table, found), {"lag": lag, "rollout": "late" if late else "early"}, told
+    )
 
 
 def _best_lag(table: TokenTable) -> tuple[int, Repaired]:
@@ -266,55 +270,55 @@ def _layout_name(order: tuple[int, ...]) -> str:
 
 def row_order(table: TokenTable) -> Signal | None:
     """Pair each drifting sample's train values with the rollout values of every other sample."""
-    searched = _drifting(table)
-    partners = {} if searched is None else _partners(searched)
-    if partners:
-        row_of = np.full(table.row_count, -1, dtype=np.int64)
-        samples = table.sample[np.searchsorted(table.row, np.arange(table.row_count))]
-        for sample, partner in partners.items():
-            row_of[np.searchsorted(samples, sample)] = np.searchsorted(samples, partner)
-        paired = row_of[table.row]
-        source = np.where(paired >= 0, table.find(np.maximum(paired, 0), table.position), -1)
-        found = try_pairing(table, source)
-        if _convincing(table, found):
-            told = "rollout values stand beside another row's train values"
-            rest = _without_strangers(table, found, repair(table, found))
-            return _signal("row_order", table, found, rest, {"partner": "found"}, told)
-    return _unrelated(table)
+    drifting, _ = _drifting_rows(table, MIN_TOKENS)
+    searched = np.flatnonzero(drifting)[:SEARCH_ROWS]
+    partner = _partners(table, searched)
+    paired = partner[table.row]
+    source = np.where(paired >= 0, table.find(np.maximum(paired, 0), table.position), -1)
+    found = try_pairing(table, source)
+    if not _convincing(table, found, _of_rows(table, searched)):
+        return _unrelated(table)
+    rest = _without_strangers(table, found, repair(table, found), int(drifting.sum()) - len(searched))
+    told = "rollout values stand beside another row's train values"
+    return _signal("row_order", table, found, rest, {"partner": "found"}, told)
 
 
-def _without_strangers(table: TokenTable, found: Repaired, rest: TokenTable) -> TokenTable:
-    """Leave out drifting samples whose partner was not found: too short, or their partner is not in the table.
+def _of_rows(table: TokenTable, rows: Ints) -> Bools:
+    chosen = np.zeros(table.row_count, dtype=bool)
+    chosen[rows] = True
+    return chosen[table.row]
 
-    They are so many at most as those with a partner; else another fault makes them drift.
+
+def _without_strangers(table: TokenTable, found: Repaired, rest: TokenTable, unsearched: int = 0) -> TokenTable:
+    """Leave out drifting samples whose partner was not found: too short, unsearched, or it is not in the table.
+
+    Those searched in vain are so many at most as those with a partner; else another fault makes them drift.
     """
     strangers = _drifting_rows(table, 1)[0] & ~found.fits
-    if strangers.sum() > found.fits.sum():
+    if strangers.sum() - unsearched > found.fits.sum():
         return rest
     return rest.take(~np.isin(rest.sample, table.sample[strangers[table.row]]))
 
 
-def _partners(table: TokenTable) -> dict[int, int]:
-    """Return sample -> the other sample whose rollout values fit its train values, where one fits."""
-    rows = min(table.row_count, SEARCH_ROWS)
-    good = _pairable(table)
-    start = np.full(table.row_count, np.iinfo(np.int64).max)
-    np.minimum.at(start, table.row, table.position)
-    place = table.position - start[table.row]
-    inside = good & (place < ROW_PREFIX) & (table.row < rows)
-    train, rollout = np.full((2, rows, ROW_PREFIX), np.nan)
-    train[table.row[inside], place[inside]] = table.train[inside]
-    rollout[table.row[inside], place[inside]] = table.rollout[inside]
-    samples = table.sample[np.searchsorted(table.row, np.arange(rows))]
-    partners = {}
-    for row in range(rows):
-        apart = clipped(train[row] - rollout)
+def _partners(table: TokenTable, searched: Ints) -> Ints:
+    """Return for each row the row whose rollout values fit its train values, -1 where none does."""
+    number = np.full(table.row_count, -1, dtype=np.int64)
+    number[searched] = np.arange(len(searched))
+    place = table.position - table.position[table.row_start][table.row]
+    inside = _pairable(table) & (place < ROW_PREFIX) & (number[table.row] >= 0)
+    train, rollout = np.full((2, len(searched), ROW_PREFIX), np.nan)
+    rows = number[table.row[inside]], place[inside]
+    train[rows], rollout[rows] = table.train[inside], table.rollout[inside]
+    partner = np.full(table.row_count, -1, dtype=np.int64)
+    for i, row in enumerate(searched.tolist()):
+        apart = clipped(train[i] - rollout)
         pairs = np.isfinite(apart).sum(1)
-        cost = np.where(pairs >= min(MIN_ROW, rows), np.nansum(apart, 1) / np.maximum(pairs, 1), np.inf)
+        cost = np.where(pairs >= MIN_ROW, np.nansum(apart, 1) / np.maximum(pairs, 1), np.inf)
+        own = float(np.nanmean(apart[i])) if pairs[i] else math.inf
         best = int(cost.argmin())
-        if best != row and pairs[best] >= MIN_ROW and cost[best] <= LEFT_OVER * cost[row]:
-            partners[int(samples[row])] = int(samples[best])
-    return partners
+        if best != i and cost[best] <= LEFT_OVER * own and math.isfinite(cost[best]):
+            partner[row] = searched[best]
+    return partner
 
 
 def _unrelated(table: TokenTable) -> Signal | None:

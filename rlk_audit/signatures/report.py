@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from rlk_audit.config import BUILT_IN_BREAKDOWNS
 from rlk_audit.report import StepReport
-from rlk_audit.signals import MIN_TOKENS, NOISE_CEILING, Signal, Value, share
-from rlk_audit.signatures import CODE_FLOOR, DROPPED_NATS, MIN_CODE_TOKENS, TAIL_FLOOR
+from rlk_audit.signatures.labels import CODE_FLOOR, MIN_CODE_TOKENS
+from rlk_audit.signatures.shape import TAIL_FLOOR
+from rlk_audit.signatures.signal import MIN_TOKENS, NOISE_CEILING, Signal, Value, share
+from rlk_audit.signatures.tokens import DROPPED_NATS
 from rlk_audit.token_table import TokenTable
 
 PART_RATIO = 4.0
@@ -96,7 +98,9 @@ def _shape(metrics: Mapping[str, float | int], nats: float) -> list[Signal]:
         return [_signal("misaligned", nats, {"prob_pearson": pearson, "abs_dlogp_mean": mean}, told)]
     for side, quiet in (("rollout", p99), ("train", -p01)):
         if quiet < ONE_SIDED_NATS:
-            told = f"the {side} side is never lower (dlogp from {low:.3g} to {high:.3g}): renormalised, or another token's"
+            told = (
+                f"the {side} side is never lower (dlogp from {low:.3g} to {high:.3g}): renormalised, or another token's"
+            )
             return [_signal("renormalised", nats / 2, {"side": side, "dlogp_min": low, "dlogp_max": high}, told)]
     told = f"mean abs(dlogp) is {mean:.3g} nats, more than low precision makes, on both sides of zero"
     return [_signal("stale_weights", nats / 2, {"where": "all", "abs_dlogp_mean": mean}, told)]
