@@ -29,7 +29,7 @@ LEAST_STRENGTH = 0.01
 
 CHECK_FIRST = {
     "shift": "index both sides by the token they score: logits at i score token i + 1",
-    "temperature": "score with the sampling temperature on both sides, dividing logits, or report raw log-probs on both",
+    "temperature": "score at the sampling temperature on both sides, dividing logits, or take raw log-probs on both",
     "renormalised": "top-p and top-k: report raw log-probs, or apply the same filter to the trainer's logits",
     "train_filter": "the trainer's own top-p or top-k, and its mask of logits",
     "stale_weights": "weight versions: did the engines take the last update, and the same checkpoint?",
@@ -163,8 +163,8 @@ def _healthy_tokens(table: TokenTable) -> Finding | None:
     evidence: dict[str, Value] = {"tokens": len(d), "abs_dlogp_mean": float(d.mean()), "abs_dlogp_max": float(d.max())}
     evidence |= {"logit_noise_median": median, "noise_at_half": median / 2}
     summary = (
-        f"looks like precision noise of about {median / 2:.2g} nats at probability 0.5 (mean abs(dlogp) {d.mean():.2g}, "
-        f"largest {d.max():.2g}), shrinking with confidence"
+        f"looks like precision noise of about {median / 2:.2g} nats at probability 0.5 (mean abs(dlogp) "
+        f"{d.mean():.2g}, largest {d.max():.2g}), shrinking with confidence"
     )
     return _remark(HEALTHY, 1.0, evidence, summary)
 

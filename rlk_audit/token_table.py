@@ -126,8 +126,8 @@ class TokenTable:
     def compared(self) -> Bools:
         """Tokens whose two values are plausible log-probabilities."""
         floor, ceiling = AuditConfig.sentinel_floor, AuditConfig.positive_tolerance
-        sides = (self.train, self.rollout)
-        return np.logical_and.reduce([np.isfinite(side) & (side > floor) & (side <= ceiling) for side in sides])
+        sides = [np.isfinite(side) & (side > floor) & (side <= ceiling) for side in (self.train, self.rollout)]
+        return sides[0] & sides[1]
 
     @cached_property
     def dlogp(self) -> Floats:

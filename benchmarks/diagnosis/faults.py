@@ -210,7 +210,7 @@ def row_order(random: Random, run: Run) -> None:
 
 
 def cp_order(random: Random, run: Run) -> None:
-    """Shards of a gathered sequence in the wrong order: zigzag not undone, undone twice, or contiguous ranks mixed up."""
+    """Shards of a gathered sequence in the wrong order: zigzag not undone, undone twice, or ranks mixed up."""
     # A sequence is padded to a multiple of 2 cp, so few tokens mean a small cp.
     longest = max(len(sample["train"]) for sample in run)
     cp, kind = int(random.choice([2, 4])) if longest > 32 else 2, random.integers(3)

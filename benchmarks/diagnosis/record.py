@@ -2,10 +2,11 @@
 
     python benchmarks/diagnosis/record.py [SEED ...]
 
-For each seed a Llama is trained on a synthetic language (a Markov chain over token classes with sharp and flat contexts,
-and stretches copied from earlier in the sequence), and trained on for a few or many steps on another such language: the
-later weights of a trainer. A Hugging Face engine with a KV cache samples in bfloat16 or float16; the trainer scores in
-float32, or in bfloat16 with other batch shapes, both with the weights that the engine was given, rounded to bfloat16.
+For each seed a Llama is trained on a synthetic language (a Markov chain over token classes with sharp and flat
+contexts, and stretches copied from earlier in the sequence), and trained on for a few or many steps on another such
+language, which gives weights that are apart by so many updates. A Hugging Face engine with a KV cache samples in
+bfloat16 or float16; the trainer scores in float32, or in bfloat16 with other batch shapes, both with the weights that
+the engine was given, rounded to bfloat16.
 Everything goes into one compressed file a seed, `pairs/tune/s<seed>.npz` or `pairs/held_out/s<seed>.npz`.
 """
 

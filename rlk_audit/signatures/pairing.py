@@ -72,7 +72,8 @@ class Repaired:
 def _pairable(table: TokenTable) -> Bools:
     """Leave out filled values, which belong to no token and would blur every comparison."""
     train, rollout = table.train, table.rollout
-    return table.compared & ~((rollout == 0) & (train < -1)) & ~((train == 0) & (rollout < -1))
+    filled = ((rollout == 0) & (train < -1)) | ((train == 0) & (rollout < -1))
+    return np.asarray(table.compared & ~filled)
 
 
 def _row_sums(table: TokenTable, values: Floats) -> Floats:
@@ -228,10 +229,8 @@ def _block_of(table: TokenTable, blocks: int, rule: str) -> tuple[Ints, Callable
     def first(block: Ints) -> Ints:
         return (block * total // blocks if rule == "even" else block * size) - offset
 
-    if rule == "even":
-        block = ((place + 1) * blocks - 1) // np.maximum(total, 1)
-    else:
-        block = place // np.maximum(size, 1)
+    even = ((place + 1) * blocks - 1) // np.maximum(total, 1)
+    block = even if rule == "even" else place // np.maximum(size, 1)
     usable = (block < blocks) & (block >= 0) & (total >= blocks * MIN_BLOCK)
     if rule == "sequence":
         usable &= table.prompt > 0

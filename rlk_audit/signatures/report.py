@@ -14,7 +14,7 @@ from rlk_audit.signatures.tokens import DROPPED_NATS
 from rlk_audit.token_table import TokenTable
 
 PART_RATIO = 4.0
-"""Mean abs(dlogp) of a code or rank against the quietest: confidence cannot be matched here, so more than for tokens."""
+"""Mean abs(dlogp) of a code or rank against the quietest: more than for tokens, since confidence cannot be matched."""
 FAR_FROM_PAIRED = 0.5
 """Correlation of probabilities below this: the values are hardly of the same tokens."""
 DRIFT_FLOOR = 0.05
@@ -78,7 +78,8 @@ def _parts(report: StepReport) -> Iterator[Signal]:
         shown, nats = ", ".join(name for name, *_ in loud), sum(count * (mean - base) for _, count, mean in loud)
         evidence: dict[str, Value] = {"where": f"{label}={shown}", "abs_dlogp_mean_others": base}
         evidence["abs_dlogp_mean"] = share(sum(count * mean for _, count, mean in loud), sum(row[1] for row in loud))
-        told = f"drift is confined to {label} {shown}: mean abs(dlogp) {evidence['abs_dlogp_mean']:.3g} nats against {base:.3g}"
+        level = evidence["abs_dlogp_mean"]
+        told = f"drift is confined to {label} {shown}: mean abs(dlogp) {level:.3g} nats against {base:.3g}"
         found.append(_signal("rank_local" if label == "rank" else "stale_weights", nats, evidence, told))
     # One fault shows in every label that follows it: the one that takes most of the drift is meant.
     yield from sorted(found, key=lambda signal: -signal.nats)[:1]

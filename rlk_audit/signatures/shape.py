@@ -141,8 +141,8 @@ def renormalised(table: TokenTable) -> Signal | None:
     evidence |= {"implied_top_p": float(np.quantile(kept, 0.005)), "tokens": count, "token_share": share(count, len(d))}
     summary = (
         f"the {filtered} side is higher on {share(count, len(d)):.0%} of tokens and never lower: renormalised after "
-        f"top-p or top-k, keeping a mass of {evidence['implied_top_p']:.3g} at least, {evidence['kept_mass_median']:.3g} "
-        "in the median"
+        f"top-p or top-k, keeping a mass of {evidence['implied_top_p']:.3g} at least, "
+        f"{evidence['kept_mass_median']:.3g} in the median"
     )
     return Signal("renormalised", drift(table), evidence, summary, table.take(~table.compared))
 
@@ -156,7 +156,7 @@ def _of_one_token(table: TokenTable) -> bool:
     d = train - rollout
     if float(d.std()) <= CONSTANT * float(np.abs(d).mean()):
         return True
-    return np.ptp(train) > 0 and np.ptp(rollout) > 0 and float(np.corrcoef(train, rollout)[0, 1]) ** 2 >= ALIKE
+    return bool(np.ptp(train) and np.ptp(rollout)) and float(np.corrcoef(train, rollout)[0, 1]) ** 2 >= ALIKE
 
 
 def _unnormalised_ratio(table: TokenTable, side: int) -> float:
@@ -184,10 +184,10 @@ def _unnormalised_ratio(table: TokenTable, side: int) -> float:
 def _unnormalised(table: TokenTable, side: int, bound: float) -> Signal:
     d = float(table.dlogp[table.compared].mean())
     evidence: dict[str, Value] = {"kind": "log-probs divided, train scaled", "dlogp_mean": d, "bound": bound}
-    told = "below" if side > 0 else "above"
+    told = "below" if side > 0 else "above"  # both of the train side and of a temperature of 1
     summary = (
-        f"rollout log-probs lie {told} the train ones by {abs(d):.3g} nats on average and never the other way: they were "
-        f"divided by a temperature {told.replace('below', 'below 1').replace('above', 'above 1')} without being normalised"
+        f"rollout log-probs lie {told} the train ones by {abs(d):.3g} nats on average and never the other way: they "
+        f"were divided by a temperature {told} 1 without being normalised"
     )
     return Signal("temperature", drift(table), evidence, summary, table.take(~table.compared))
 
@@ -216,8 +216,8 @@ def temperature(table: TokenTable) -> Signal | None:
     evidence |= {"correlation": correlation, "stretch_steadiness": steadiness, "temperature_ratio": ratio}
     told = "sharper" if sign < 0 else "flatter"
     summary = (
-        f"rollout log-probs are those of a {told} distribution: the confidence explains {explained:.0%} of the variance "
-        f"of d, as if the rollout's temperature were about {ratio:.2f} times the trainer's"
+        f"rollout log-probs are those of a {told} distribution: the confidence explains {explained:.0%} of the "
+        f"variance of d, as if the rollout's temperature were about {ratio:.2f} times the trainer's"
     )
     return Signal("temperature", drift(table), evidence, summary, table.take(~table.compared))
 
@@ -283,8 +283,8 @@ def routing_tail(table: TokenTable) -> Signal | None:
     evidence: dict[str, Value] = {"tokens": count, "token_share": share(count, total), "drift_share": in_tail}
     evidence |= {"body_median": body, "tail_mean": float(np.abs(table.dlogp[far]).mean()), **where(table, far)}
     summary = (
-        f"{share(count, total):.2%} of tokens{at(evidence)} drift by {evidence['tail_mean']:.3g} nats on average and make "
-        f"{in_tail:.0%} of the drift, while the rest is as quiet as low precision (median {body:.2g})"
+        f"{share(count, total):.2%} of tokens{at(evidence)} drift by {evidence['tail_mean']:.3g} nats on average and "
+        f"make {in_tail:.0%} of the drift, while the rest is as quiet as low precision (median {body:.2g})"
     )
     return Signal("routing_tail", drift(table) - drift(rest), evidence, summary, rest)
 
@@ -313,7 +313,7 @@ def stale_weights(table: TokenTable) -> Signal | None:
 
 
 def _lean(table: TokenTable) -> float:
-    """Return the F statistic of the means of logit_noise over bins of confidence: 1 for noise, large for moved weights."""
+    """Return the F statistic of mean logit_noise over bins of confidence: 1 for noise, large for moved weights."""
     m = middle(table)
     uncertain = table.compared & (m < math.log(CERTAIN))
     n = int(uncertain.sum())

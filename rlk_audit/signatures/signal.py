@@ -63,7 +63,8 @@ def logit_noise(table: TokenTable) -> Floats:
     """
     probability = np.exp(middle(table))
     uncertain = table.compared & (probability < CERTAIN)
-    return table.dlogp[uncertain] / (1 - probability[uncertain])
+    noise: Floats = table.dlogp[uncertain] / (1 - probability[uncertain])
+    return noise
 
 
 def noise_level(table: TokenTable) -> float:

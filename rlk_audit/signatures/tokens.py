@@ -17,7 +17,7 @@ END_ENRICHMENT = 5.0
 """Ends are far off at least so many times as often as inner tokens: what falls anywhere falls on all alike."""
 MIN_ENDS = 3
 ROUNDED_SHARE = 0.999
-"""Of the values, nearly all fit the narrow format by chance with probability 2^-16 (bfloat16) or 2^-13 (float16) each."""
+"""Of the values; one fits the narrow format by chance with probability 2^-16 (bfloat16) or 2^-13 (float16)."""
 ROUNDING_SHOWS = 0.5
 """Rounding does harm if it makes at least this part of the drift's square."""
 
@@ -98,8 +98,8 @@ def synthetic_end(table: TokenTable) -> Signal | None:
     evidence: dict[str, Value] = {"ends": count, "end_share": share(count, ends), "share_elsewhere": elsewhere}
     evidence |= {"rollout_logp_median": float(np.median(table.rollout[far])), **where(table, far)}
     summary = (
-        f"the last token of {count} of {ends} samples{at(evidence)} drifts by {np.abs(table.dlogp[far]).mean():.3g} nats "
-        f"on average, which {elsewhere:.2%} of the others do"
+        f"the last token of {count} of {ends} samples{at(evidence)} drifts by "
+        f"{np.abs(table.dlogp[far]).mean():.3g} nats on average, which {elsewhere:.2%} of the others do"
     )
     rest = table.take(~far)
     return Signal("synthetic_end", drift(table) - drift(rest), evidence, summary, rest)
