@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # megatron-core warns at import that TransformerEngine and Apex are not there.
 RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::UserWarning
 
-.PHONY: help install demo test test-layouts test-sinks test-versions test-slow lint format clean
+.PHONY: help install demo test test-layouts test-sinks test-versions test-slow diagnosis lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test-sinks             TensorBoard, W&B and MLflow stores read back"
 	@echo "make test-versions          megatron-core 0.12.3, 0.14.0, 0.16.1 and 0.19.2"
 	@echo "make test-slow              minutes-long tests"
+	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
 	@echo "make lint                   ruff and mypy"
 
 install: $(VENV)/.installed
@@ -62,6 +63,9 @@ test-versions:
 
 test-slow: $(VENV)/.installed
 	$(RUN) $(BIN)/python -m pytest -m slow
+
+diagnosis: $(VENV)/.installed
+	$(RUN) $(BIN)/python benchmarks/diagnosis/study.py held-out docs/diagnosis.md
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import torch
 from rlk_audit.allreduce import Group, Pending, agree_on_layout, all_reduce, global_rank, group_place, mark_agreed
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig
+from rlk_audit.diagnose import diagnose
 from rlk_audit.evidence import EvidenceBuffer
 from rlk_audit.layout import StateLayout
 from rlk_audit.limits import ConsistencyError, Judge, failure_message
@@ -25,6 +26,8 @@ from rlk_audit.warning_log import WarningLog
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_SECONDS = 10.0
+DIAGNOSIS_INTERVAL = 100
+"""Steps between diagnoses of steps that passed."""
 
 
 def close_all(sinks: Sequence[Sink]) -> None:
@@ -252,6 +255,7 @@ class Auditor:
         report = pending.wait()
         report.step = step
         report.verdict = self._judge.judge(report)
+        self._diagnose(report, step)
         self._keep_evidence(report)
         self._total.add(pending.vector, pending.group_size)
         self._last_step = step
@@ -259,6 +263,16 @@ class Auditor:
             self._warnings.tell(step, report)
         self._write(report)
         return report
+
+    def _diagnose(self, report: StepReport, step: int) -> None:
+        """Look for the cause of a failed step, on every rank; where it is written, now and then of one that passed."""
+        failed = report.verdict is not None and not report.verdict.passed
+        if not failed and (not self._sinks or step % DIAGNOSIS_INTERVAL):
+            return
+        try:
+            report.findings = diagnose(report)
+        except Exception as error:  # a diagnosis is never worth a training step
+            logger.warning("step %s could not be diagnosed: %s", step, error)
 
     def _keep_evidence(self, report: StepReport) -> None:
         """Write the worst samples of a failed step, and let go of the step's batches."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Value = float | int | str
+NOTHING_TO_CHECK = "nothing"
+"""``check_first`` of a finding that is no fault."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlk_audit.config import AuditConfig, Bound
+from rlk_audit.finding import NOTHING_TO_CHECK
 from rlk_audit.report import StepReport, metric_names
 from rlk_audit.verdict import FAIL, NO_DATA, PASS, PENDING, LimitResult, Verdict
 
@@ -242,7 +243,11 @@ def failure_message(report: StepReport) -> str:
             f"worst token: sample {worst.sample_index}, position {worst.token_position}, rank {worst.rank}{labels}, "
             f"train {worst.train_logp:.6g}, rollout {worst.rollout_logp:.6g}"
         )
-    parts.append(f"look first at {_look_first(report)}")
+    causes = [finding for finding in report.findings if finding.check_first != NOTHING_TO_CHECK]
+    if causes:
+        parts.append(f"likely cause: {causes[0]}")
+    else:
+        parts.append(f"look first at {_look_first(report)}")
     return ". ".join(parts)
 
 

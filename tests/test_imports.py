@@ -20,13 +20,13 @@ PACKAGE = Path(rlk_audit.__file__).parent
 
 LEVELS = (
     ("version", "config", "exact_sum", "places", "verdict", "finding"),
-    ("sketch", "tokens", "metadata", "contracts"),
+    ("sketch", "tokens", "metadata", "contracts", "token_table"),
     ("breakdowns", "samples"),
     ("layout",),
     ("worst", "metrics"),
     ("state", "report"),
-    ("measure", "run_total"),
-    ("collector", "evidence_table"),
+    ("measure", "run_total", "signatures"),
+    ("collector", "evidence_table", "diagnose"),
     ("allreduce", "evidence", "limits", "sinks", "warning_log"),
     ("setting_values", "auditor"),
     ("settings",),

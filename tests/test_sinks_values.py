@@ -192,7 +192,7 @@ def test_a_terminal_gets_colour_and_still_one_line(
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Terminal()
     run(AuditConfig(limits={"abs_dlogp_max": 0.3}), [ConsoleSink(stream)], {1: (drift, 4)})
-    step, total = stream.getvalue().splitlines()
+    step, *_, total = stream.getvalue().splitlines()
     assert step.startswith(colour or "rlk_audit step 1 |")
     assert ("FAILED abs_dlogp_max is 0.375, must be <= 0.3" in step) == (colour is not None)
     assert "rlk_audit run | tokens 4" in total

@@ -1,0 +1,324 @@
+"""Signatures that show in how d depends on the confidence and on which side of zero it lies."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from rlk_audit.signatures.signal import (
+    CERTAIN,
+    CLIP,
+    MIN_TOKENS,
+    NOISE_CEILING,
+    Signal,
+    Value,
+    at,
+    drift,
+    logit_noise,
+    middle,
+    noise_level,
+    share,
+    where,
+)
+from rlk_audit.signatures.tokens import rounded
+from rlk_audit.token_table import Bools, Floats, TokenTable
+
+FAR = NOISE_CEILING
+"""Nats: a token beyond is counted as affected."""
+ONE_SIDED = 0.05
+"""Of the nats, at most this part lies on the other side of zero: noise and moved weights lie on both alike."""
+MIN_AFFECTED = 8
+RENORMALISED_SHARE = 0.05
+"""A filter cuts something in at least so many contexts, or it does not matter."""
+BOTH_FIT = 0.03
+"""Probabilities of two different tokens add up to 1 at most; so many affected tokens beyond, and it is one token."""
+CONSTANT = 0.35
+"""Standard deviation over mean: a filter cuts flat distributions by much the same mass."""
+ALIKE = 0.5
+"""Squared correlation of T and R where a filter moved both alike; another token's value has near 0."""
+SHRUNK_BOUND = 1.1
+"""A ratio of temperatures that matters; see `_unnormalised_ratio`."""
+EXPLAINED_BY_CONFIDENCE = 0.55
+"""Part of the variance of d / (1 - p) between bins of confidence: a temperature stretches all tokens by one rule."""
+EXPLAINED_ALONE = 0.7
+"""The same where too few likely tokens confirm it by their stretch."""
+STEADY_STRETCH = 0.48
+"""See `_stretch`: recorded temperatures lie above 0.55, moved weights below 0.42."""
+BOTH_TOGETHER = 1.3
+"""Sum of the two: recorded temperatures reach 1.33 to 1.6, moved weights 1.28 in nearly all runs."""
+MIN_LIKELY = 20
+NOISE_CLIP = 3.0
+"""Nats of a logit: rare tokens are so far off at most, so that they do not decide alone."""
+STRETCH_CORRELATION = 0.5
+ONE_SIGN = 0.97
+"""Likely tokens all move to one side under a temperature, by the bound on the normaliser."""
+SMALL_FIT = 0.98
+"""For tables below MIN_SHAPE tokens a line must fit nearly exactly."""
+MIN_SHAPE = 100
+EXACT_FIT = 0.02
+"""A log-prob that was divided is the other one times a number: precision alone leaves this part of d's square."""
+DIVIDED_FLOOR = 0.05
+"""Nats, root mean square: a smaller drift may be noise that happens to fit a line."""
+RATIO_FLOOR = 0.02
+TAIL_FLOOR = 0.1
+"""Nats: a flipped expert moves a token by more than this, low precision by less."""
+TAIL_TIMES = 12.0
+"""... and by so many times the median noise at its confidence."""
+TAIL_SHARE = (0.0005, 0.3)
+MIN_TAIL = 5
+TAIL_NATS = 0.25
+"""Part of the drift that lies in the tail."""
+BIAS_F = 8.0
+"""F statistic of the means of d over bins of confidence: chance gives 1, and 8 in none of a billion runs."""
+BIAS_FLOOR = 0.01
+"""Nats of a logit, mean: what is systematic but smaller is not worth a finding."""
+BIAS_BINS = 10
+
+
+def shape_of(table: TokenTable, drift_of_unknown_cause: bool = True) -> Signal | None:
+    """Tell by how d depends on the confidence and its sign; the exact relations come first, moved weights last."""
+    if int(table.compared.sum()) < MIN_TOKENS or not table.dlogp.any():
+        return None
+    for signature in (divided, renormalised, temperature, wrong_token):
+        if (found := signature(table)) is not None:
+            return found
+    return (routing_tail(table) or stale_weights(table)) if drift_of_unknown_cause else None
+
+
+def _compared(table: TokenTable) -> tuple[Floats, Floats]:
+    return table.train[table.compared], table.rollout[table.compared]
+
+
+def divided(table: TokenTable) -> Signal | None:
+    """R = T / ratio exactly: log-probs were divided by a temperature, which only logits may be."""
+    train, rollout = _compared(table)
+    if np.ptp(train) == 0 or np.dot(train, train) == 0:
+        return None
+    slope = float(np.dot(train, rollout) / np.dot(train, train))
+    noise, d = rollout - slope * train, train - rollout
+    left = share(float(np.dot(noise, noise)), float(np.dot(d, d)))
+    if abs(slope - 1) < RATIO_FLOOR or slope <= 0 or left > EXACT_FIT or np.sqrt((d**2).mean()) < DIVIDED_FLOOR:
+        return None
+    # In a narrow range of log-probs a constant offset looks like a factor: the better of the two is meant.
+    if float(((d - d.mean()) ** 2).sum()) < 4 * float(np.dot(noise, noise)):
+        return None
+    evidence: dict[str, Value] = {"kind": "log-probs divided", "slope": slope, "left_over_square": left}
+    summary = (
+        f"rollout log-probs are {slope:.3f} times the train ones, {1 - left:.2%} of the drift's square: log-probs, not "
+        f"logits, were divided by a temperature of {1 / slope:.2f}"
+    )
+    return Signal("temperature", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def _one_side(d: Floats) -> int:
+    """Return 1 if d lies above zero, -1 if below, 0 if on both sides."""
+    above, below = float(np.maximum(d, 0).sum()), float(np.maximum(-d, 0).sum())
+    if min(above, below) > ONE_SIDED * max(above, below):
+        return 0
+    return 1 if above > below else -1
+
+
+def _affected(table: TokenTable) -> Bools:
+    return table.compared & (np.abs(table.dlogp) > FAR)
+
+
+def renormalised(table: TokenTable) -> Signal | None:
+    """One side's log-probs are above the other's by minus the log of the kept mass, never below."""
+    d = table.dlogp[table.compared]
+    side, far = _one_side(d), _affected(table)
+    count = int(far.sum())
+    if not side or count < min(MIN_AFFECTED, len(d)) or count < RENORMALISED_SHARE * len(d) or not _of_one_token(table):
+        return None
+    kept = np.exp(-np.abs(table.dlogp[far]))
+    spread = float(np.std(table.dlogp[far]) / np.abs(table.dlogp[far]).mean())
+    ratio = _unnormalised_ratio(table, side)
+    constant = spread <= CONSTANT and (side < 0 or float(np.median(kept)) >= 0.7)
+    if ratio and not constant:
+        return _unnormalised(table, side, ratio)
+    filtered = "rollout" if side < 0 else "train"
+    evidence: dict[str, Value] = {"side": filtered, "kept_mass_median": float(np.median(kept))}
+    evidence |= {"implied_top_p": float(np.quantile(kept, 0.005)), "tokens": count, "token_share": share(count, len(d))}
+    summary = (
+        f"the {filtered} side is higher on {share(count, len(d)):.0%} of tokens and never lower: renormalised after "
+        f"top-p or top-k, keeping a mass of {evidence['implied_top_p']:.3g} at least, "
+        f"{evidence['kept_mass_median']:.3g} in the median"
+    )
+    return Signal("renormalised", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def _of_one_token(table: TokenTable) -> bool:
+    """Whether both sides speak of the same token: probabilities of two tokens cannot exceed 1 together."""
+    far = _affected(table)
+    train, rollout = table.train[far], table.rollout[far]
+    if float((np.exp(train) + np.exp(rollout) > 1).mean()) > BOTH_FIT:
+        return True
+    d = train - rollout
+    if float(d.std()) <= CONSTANT * float(np.abs(d).mean()):
+        return True
+    return bool(np.ptp(train) and np.ptp(rollout)) and float(np.corrcoef(train, rollout)[0, 1]) ** 2 >= ALIKE
+
+
+def _unnormalised_ratio(table: TokenTable, side: int) -> float:
+    """Return the ratio of temperatures if R = (raw log-prob) / t without a normaliser fits, else 0.
+
+    With T = R - log Z and Z the sum of p^(1/t), Z is at least q + (1 - q^t)^(1/t) for t > 1 (q = exp R), at most that
+    for t < 1: d has a bound that grows with t. A filter leaves many tokens nearer to zero than that.
+    """
+    rollout = np.minimum(table.rollout[table.compared], 0.0)
+    d, q = table.dlogp[table.compared], np.exp(rollout)
+    t = SHRUNK_BOUND if side < 0 else 1 / SHRUNK_BOUND
+    certain = rollout > math.log(0.999)
+    bound = np.abs(np.log(q + (1 - np.minimum(q, 1.0) ** t) ** (1 / t)))
+    fits = np.abs(d)[~certain] >= bound[~certain] - NOISE_CEILING * (1 - q[~certain])
+    # Where one token has all the mass there is nothing to normalise; a filter that keeps one token shows just there.
+    alone = np.maximum(rollout, table.train[table.compared]) > -1e-6
+    if float((np.abs(d[alone]) > FAR).sum()) > 0.01 * len(d):
+        return 0.0
+    likely = (q[~certain] > 0.2).sum()
+    if likely < MIN_TOKENS / 2 or float(fits.mean()) < 0.99:
+        return 0.0
+    return t
+
+
+def _unnormalised(table: TokenTable, side: int, bound: float) -> Signal:
+    d = float(table.dlogp[table.compared].mean())
+    evidence: dict[str, Value] = {"kind": "log-probs divided, train scaled", "dlogp_mean": d, "bound": bound}
+    told = "below" if side > 0 else "above"  # both of the train side and of a temperature of 1
+    summary = (
+        f"rollout log-probs lie {told} the train ones by {abs(d):.3g} nats on average and never the other way: they "
+        f"were divided by a temperature {told} 1 without being normalised"
+    )
+    return Signal("temperature", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def temperature(table: TokenTable) -> Signal | None:
+    """D is a function of the confidence: likely tokens move one way, unlikely ones the other."""
+    m = middle(table)
+    uncertain = table.compared & (m < math.log(CERTAIN))
+    m, d = m[uncertain], table.dlogp[uncertain]
+    if len(d) < MIN_TOKENS or np.ptp(d) == 0 or np.ptp(m) == 0 or noise_level(table) < NOISE_CEILING / 2:
+        return None
+    correlation = float(np.corrcoef(m, d)[0, 1])
+    sign = 1 if correlation > 0 else -1
+    steadiness, ratio = _stretch(table, sign)
+    explained, needed = correlation**2, SMALL_FIT
+    if len(d) >= MIN_SHAPE:
+        explained = max(explained, _explained_by_bins(m, np.clip(d / (1 - np.exp(m)), -NOISE_CLIP, NOISE_CLIP)))
+        needed = EXPLAINED_ALONE if math.isnan(steadiness) else EXPLAINED_BY_CONFIDENCE
+    likely = d[m > math.log(0.5)]
+    agree = float((sign * likely > 0).mean()) if len(likely) >= MIN_LIKELY else 1.0
+    if explained < needed or abs(correlation) < STRETCH_CORRELATION or agree < ONE_SIGN or _one_side(d):
+        return None
+    if steadiness < STEADY_STRETCH or explained + steadiness < BOTH_TOGETHER:
+        return None
+    evidence: dict[str, Value] = {"kind": "other temperature", "variance_explained": explained}
+    evidence |= {"correlation": correlation, "stretch_steadiness": steadiness, "temperature_ratio": ratio}
+    told = "sharper" if sign < 0 else "flatter"
+    summary = (
+        f"rollout log-probs are those of a {told} distribution: the confidence explains {explained:.0%} of the "
+        f"variance of d, as if the rollout's temperature were about {ratio:.2f} times the trainer's"
+    )
+    return Signal("temperature", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def _explained_by_bins(m: Floats, d: Floats) -> float:
+    """Return the part of d's variance between bins of equally many tokens."""
+    bins = np.searchsorted(np.quantile(m, np.linspace(0, 1, BIAS_BINS + 1)[1:-1]), m)
+    count = np.bincount(bins, minlength=BIAS_BINS)
+    mean = np.bincount(bins, weights=d, minlength=BIAS_BINS) / np.maximum(count, 1)
+    return 1 - share(float(((d - mean[bins]) ** 2).sum()), float(((d - d.mean()) ** 2).sum()))
+
+
+def _stretch(table: TokenTable, sign: int) -> tuple[float, float]:
+    """Return how steadily log-odds of likely tokens are stretched (NaN: too few), and rollout / train temperature.
+
+    A temperature ratio r stretches the log-odds of a token above 1/2 by at least 1/r for r < 1, and by just that where
+    one other token is in question; moved weights stretch some tokens and leave others. The measure is the logarithm of
+    the least stretch (5 %) over that of the median one. Without likely tokens the slope of R on T gives the ratio.
+    """
+    train, rollout = _compared(table)
+    sharp, flat = (rollout, train) if sign < 0 else (train, rollout)
+    likely = (flat > math.log(0.55)) & (sharp > math.log(0.55)) & (np.maximum(sharp, flat) < math.log(0.98))
+    if likely.sum() < MIN_LIKELY:
+        slope = float(np.polyfit(train, rollout, 1)[0])
+        return math.nan, 1 / slope if slope > 0 else math.nan
+    odds = [side[likely] - np.log(-np.expm1(side[likely])) for side in (sharp, flat)]
+    least, median = np.quantile(odds[0] / odds[1], (0.05, 0.5))
+    steadiness = float(np.log(max(least, 1e-3)) / np.log(median)) if median > 1 else 0.0
+    return steadiness, float(1 / least if sign < 0 else least)
+
+
+def wrong_token(table: TokenTable) -> Signal | None:
+    """Some tokens' values on one side are those of another, mostly likelier token: far off, on one side of zero."""
+    far = _affected(table)
+    d = table.dlogp[far]
+    count, total = int(far.sum()), int(table.compared.sum())
+    side = _one_side(table.dlogp[table.compared])
+    if not side or count < max(MIN_AFFECTED, 0.01 * total) or _of_one_token(table):
+        return None
+    other = "rollout" if side < 0 else "train"
+    evidence: dict[str, Value] = {"side": other, "tokens": count, "token_share": share(count, total)}
+    evidence |= {"dlogp_mean": float(d.mean()), **where(table, far)}
+    summary = (
+        f"on {share(count, total):.0%} of tokens the {other} log-prob is higher, by {np.abs(d).mean():.3g} nats on "
+        "average, and never lower, with little relation to the other side: it is that of another, likelier token"
+    )
+    rest = table.take(~far)
+    return Signal("wrong_token", drift(table) - drift(rest), evidence, summary, rest)
+
+
+def routing_tail(table: TokenTable) -> Signal | None:
+    """A few tokens far out on both sides, over a body as quiet as low precision: expert routing flipped."""
+    body = noise_level(table)
+    probability = np.exp(middle(table))
+    far = table.compared & (np.abs(table.dlogp) > np.maximum(TAIL_FLOOR, TAIL_TIMES * body * (1 - probability)))
+    count, total = int(far.sum()), int(table.compared.sum())
+    rest = table.take(~far)
+    in_tail = share(drift(table) - drift(rest), drift(table))
+    if body > NOISE_CEILING or count < MIN_TAIL or in_tail < TAIL_NATS:
+        return None
+    if not TAIL_SHARE[0] <= share(count, total) <= TAIL_SHARE[1]:
+        return None
+    evidence: dict[str, Value] = {"tokens": count, "token_share": share(count, total), "drift_share": in_tail}
+    evidence |= {"body_median": body, "tail_mean": float(np.abs(table.dlogp[far]).mean()), **where(table, far)}
+    summary = (
+        f"{share(count, total):.2%} of tokens{at(evidence)} drift by {evidence['tail_mean']:.3g} nats on average and "
+        f"make {in_tail:.0%} of the drift, while the rest is as quiet as low precision (median {body:.2g})"
+    )
+    return Signal("routing_tail", drift(table) - drift(rest), evidence, summary, rest)
+
+
+def stale_weights(table: TokenTable) -> Signal | None:
+    """Drift on both sides of zero, larger than low precision makes it, or leaning with the confidence."""
+    noise = logit_noise(table)
+    if len(noise) < 2 * MIN_TOKENS:
+        return None
+    level, mean = float(np.median(np.abs(noise))), float(np.abs(noise).mean())
+    lean = _lean(table)
+    # Rounded values err by more than the engine does.
+    coarse = rounded(table)
+    ceiling = NOISE_CEILING + (0.0 if coarse is None else 2 * float(coarse.evidence["abs_error_mean"]))
+    if level < ceiling and (lean < BIAS_F or mean < BIAS_FLOOR):
+        return None
+    d = table.dlogp[table.compared]
+    evidence: dict[str, Value] = {"where": "all", "logit_noise_median": level, "logit_noise_mean": mean, "lean": lean}
+    evidence |= {"abs_dlogp_mean": float(np.abs(d).mean()), "ratio0_mean": float(np.exp(np.minimum(d, 50.0)).mean())}
+    why = "more than low precision makes" if level >= ceiling else "leaning with the confidence, as noise does not"
+    summary = (
+        f"drift of {evidence['abs_dlogp_mean']:.3g} nats on average (median {level:.2g} of a logit) on all tokens, "
+        f"{why}: other weights, or a far cruder engine"
+    )
+    return Signal("stale_weights", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def _lean(table: TokenTable) -> float:
+    """Return the F statistic of mean logit_noise over bins of confidence: 1 for noise, large for moved weights."""
+    m = middle(table)
+    uncertain = table.compared & (m < math.log(CERTAIN))
+    n = int(uncertain.sum())
+    if n < 20 * BIAS_BINS:
+        return 0.0
+    noise = np.clip(table.dlogp[uncertain] / (1 - np.exp(m[uncertain])), -CLIP, CLIP)
+    explained = _explained_by_bins(m[uncertain], noise)
+    return explained / (BIAS_BINS - 1) / max(1 - explained, 1e-9) * (n - BIAS_BINS)

@@ -1,0 +1,327 @@
+"""Every signature on a small input made by hand, laws, and a few held-out recordings of planted faults."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlk_audit import AuditConfig, Collector, StepReport, TokenBatch
+from rlk_audit.diagnose import Finding, TokenTable, diagnose
+
+STUDY = Path(__file__).parent.parent / "benchmarks" / "diagnosis"
+
+
+def codes(findings: tuple[Finding, ...]) -> list[str]:
+    return [finding.code for finding in findings]
+
+
+def of_lists(train, rollout, **columns) -> tuple[Finding, ...]:
+    return diagnose(None, TokenTable.from_lists(train, rollout, **columns))
+
+
+def samples(seed: int = 0, count: int = 24, length: int = 24, noise: float = 0.005):
+    """Log-probs like those of a trained model, and an engine's that differ by precision noise."""
+    random = np.random.default_rng(seed)
+    train = [-random.gamma(0.7, 1.8, length) - 1e-4 for _ in range(count)]
+    rollout = [np.minimum(t + noise * (1 - np.exp(t)) * random.standard_normal(length), -1e-6) for t in train]
+    return train, rollout
+
+
+def listed(columns) -> list[list[float]]:
+    return [column.tolist() for column in columns]
+
+
+# --- reported cases -------------------------------------------------------------------------------------------------
+
+B01_TRAIN = [-0.11, -2.40, -0.03, -1.70, -0.52, -3.10, -0.24, -0.95]
+B01_GOOD = [t + e for t, e in zip(B01_TRAIN, [0.002, -0.001, 0.003, 0, -0.002, 0.001, 0, 0.002], strict=True)]
+
+
+def test_b01_a_lag_of_one_explains_the_bad_pair_and_is_not_claimed_of_the_good_one() -> None:
+    bad = of_lists([B01_TRAIN], [[0.0, *B01_GOOD[:-1]]])
+    assert codes(bad)[0] == "shift"
+    assert bad[0].evidence["lag"] == 1
+    assert bad[0].evidence["rollout"] == "late"
+    assert bad[0].evidence["abs_dlogp_mean_before"] == pytest.approx(1.721625)
+    assert bad[0].evidence["abs_dlogp_mean_after"] == pytest.approx(0.0012857, rel=1e-3)
+    assert codes(of_lists([B01_TRAIN], [B01_GOOD])) == ["healthy"]
+
+
+B07_RAW = [-0.44019, -0.44019, -1.44019, -0.44019, -2.44019, -0.44019]
+B07_SCALED = [-0.20806, -0.20806, -1.87473, -0.20806, -3.54139, -0.20806]
+
+
+def test_b07_the_two_temperature_signatures_are_told_apart() -> None:
+    raw = of_lists([B07_SCALED], [B07_RAW])[0]
+    assert (raw.code, raw.evidence["kind"]) == ("temperature", "other temperature")
+    assert raw.evidence["temperature_ratio"] == pytest.approx(1 / 0.6, rel=1e-3)
+    divided = of_lists([B07_SCALED], [[value / 0.6 for value in B07_RAW]])[0]
+    assert (divided.code, divided.evidence["kind"]) == ("temperature", "log-probs divided, train scaled")
+    exact = of_lists([B07_RAW], [[value / 0.6 for value in B07_RAW]])[0]
+    assert (exact.code, exact.evidence["kind"]) == ("temperature", "log-probs divided")
+    assert exact.evidence["slope"] == pytest.approx(1 / 0.6)
+
+
+def test_b08_renormalised_rollout_is_named_with_its_top_p() -> None:
+    ids = [0, 1, 0, 0, 1, 0, 1, 0, 0, 1]
+    train, rollout = ([math.log(p[i]) for i in ids] for p in ((0.5, 0.3), (0.625, 0.375)))
+    found = of_lists([train], [rollout])[0]
+    assert found.code == "renormalised"
+    assert found.evidence["side"] == "rollout"
+    assert found.evidence["implied_top_p"] == pytest.approx(0.8)
+
+
+def test_b13_tool_tokens_in_the_mask_are_named_and_masked_ones_are_not() -> None:
+    train, rollout = [-0.50, -0.20, -4, -6, -5, -0.90], [-0.52, -0.19, 0, 0, 0, -0.88]
+    found = of_lists([train], [rollout])[0]
+    assert (found.code, found.evidence["tokens"], found.evidence["stretches"]) == ("zero_fill", 3, 1)
+    assert "zero_fill" not in codes(of_lists([train], [rollout], mask=[[1, 1, 0, 0, 0, 1]]))
+    rubbish = [-0.52, -0.19, 1.0, math.nan, None, -0.88]
+    assert of_lists([train], [rubbish], mask=[[1, 1, 0, 0, 0, 1]]) == of_lists(
+        [train], [rollout], mask=[[1, 1, 0, 0, 0, 1]]
+    )
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_b18_the_stale_engine_is_named(sign: int) -> None:
+    sizes, drifts = (100, 100, 10, 190), (0.010, 0.012, 0.900, 0.011)
+    train = [[-2.0 - 0.01 * i for i in range(size)] for size in sizes]
+    rollout = [[t - sign * d for t in values] for values, d in zip(train, drifts, strict=True)]
+    found = of_lists(train, rollout, labels={"engine": ["e0", "e1", "e2", "e3"]})[0]
+    assert (found.code, found.evidence["where"]) == ("stale_weights", "engine=e2")
+    assert found.evidence["abs_dlogp_mean"] == pytest.approx(0.9)
+
+
+# --- one signature each ---------------------------------------------------------------------------------------------
+
+
+def test_precision_noise_is_healthy() -> None:
+    train, rollout = samples()
+    found = of_lists(listed(train), listed(rollout))
+    assert codes(found) == ["healthy"]
+    assert found[0].evidence["noise_at_half"] == pytest.approx(0.005 * 0.6745 / 2, rel=0.2)
+
+
+@pytest.mark.parametrize("lag", [1, -1, 2, -3])
+def test_a_shift_tells_its_lag_and_its_samples(lag: int) -> None:
+    train, rollout = samples()
+    moved = [np.roll(column, lag) if i % 2 else column for i, column in enumerate(rollout)]
+    found = of_lists(listed(train), listed(moved), labels={"engine": [i % 2 for i in range(len(train))]})
+    assert codes(found) == ["shift"]
+    assert (found[0].evidence["lag"], found[0].evidence["samples_affected"]) == (lag, 12)
+    assert found[0].evidence["where"] == "engine=1"
+
+
+@pytest.mark.parametrize("order", [[0, 3, 1, 2], [1, 0], [0, 7, 1, 6, 2, 5, 3, 4]])
+@pytest.mark.parametrize("prompt", [0, 40])
+def test_blocks_of_context_parallelism_in_another_order(order: list[int], prompt: int) -> None:
+    train, rollout = samples(length=90)
+    size = -(-(90 + prompt) // len(order))
+    moved = []
+    for column in rollout:
+        padded = np.zeros(size * len(order))
+        padded[prompt : prompt + 90] = column
+        moved.append(padded.reshape(len(order), size)[order].reshape(-1)[prompt : prompt + 90])
+    found = of_lists(listed(train), listed(moved), prompt_length=[prompt] * len(train))
+    assert codes(found)[0] == "cp_order"
+    assert found[0].evidence["blocks"] == len(order)
+
+
+def test_rows_in_another_order_are_paired_again() -> None:
+    train, rollout = samples()
+    found = of_lists(listed(train), listed(rollout[1:] + rollout[:1]))
+    assert codes(found) == ["row_order"]
+    assert found[0].evidence["samples_affected"] == 24
+    # Without the partners: uncorrelated values of the same distribution.
+    strangers = samples(seed=1)[1]
+    found = of_lists(listed(train), listed(strangers))
+    assert (codes(found), found[0].evidence["partner"]) == (["row_order"], "not found")
+
+
+def test_other_weights_everywhere_and_on_one_rank() -> None:
+    train, rollout = samples(noise=0.3)
+    assert codes(of_lists(listed(train), listed(rollout))) == ["stale_weights"]
+    quiet = samples()
+    mixed = (
+        [(train if i % 4 == 2 else quiet[0])[i] for i in range(24)],
+        [(rollout if i % 4 == 2 else quiet[1])[i] for i in range(24)],
+    )
+    found = of_lists(*map(listed, mixed), rank=[i % 4 + 8 for i in range(24)])
+    assert (codes(found), found[0].evidence["where"]) == (["rank_local"], "rank=10")
+
+
+def test_dropped_tokens_and_rounded_and_identical_values() -> None:
+    train, rollout = samples()
+    dropped = listed(train)
+    dropped[3][4] = dropped[5][6] = -math.inf
+    found = of_lists(dropped, listed(rollout))
+    assert (codes(found), found[0].evidence["tokens"]) == (["train_filter"], 2)
+    found = of_lists(listed(train), [column.astype(np.float16).tolist() for column in rollout])
+    assert (codes(found), found[0].evidence["dtype"]) == (["rounded"], "float16")
+    assert found[0].evidence["harmless"] == 1
+    assert codes(of_lists(listed(train), listed(train))) == ["self_comparison"]
+
+
+def test_ends_that_nobody_sampled() -> None:
+    train, rollout = samples()
+    for i in range(0, 24, 2):
+        train[i][-1], rollout[i][-1] = -6.0, 0.0
+    found = of_lists(listed(train), listed(rollout))
+    assert (codes(found), found[0].evidence["ends"]) == (["synthetic_end"], 12)
+
+
+def test_another_tokens_value_and_a_heavy_tail() -> None:
+    random = np.random.default_rng(2)
+    train, rollout = samples(length=60)
+    likeliest = [
+        np.where(random.random(60) < 0.5, np.maximum(t, np.log(np.maximum(0.5, -np.expm1(t) / 2))), t) for t in train
+    ]
+    found = of_lists(listed(train), listed(likeliest))
+    assert codes(found)[0] == "wrong_token"
+    flipped = [
+        np.where(random.random(60) < 0.03, np.minimum(r + 0.8 * random.standard_normal(60), -1e-6), r) for r in rollout
+    ]
+    assert codes(of_lists(listed(train), listed(flipped))) == ["routing_tail"]
+
+
+# --- laws -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_samples_changes_nothing() -> None:
+    train, rollout = samples()
+    moved = [np.roll(column, 1) if i % 3 else column for i, column in enumerate(rollout)]
+    rows = [
+        {
+            "train_log_probs": t.tolist(),
+            "rollout_log_probs": r.tolist(),
+            "sample_index": i,
+            "labels": {"engine": f"e{i % 2}"},
+        }
+        for i, (t, r) in enumerate(zip(train, moved, strict=True))
+    ]
+    expected = [finding.to_dict() for finding in diagnose(None, TokenTable.from_rows(rows))]
+    shuffled = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    found = [finding.to_dict() for finding in diagnose(None, TokenTable.from_rows(shuffled))]
+    assert json.dumps(found) == json.dumps(expected)
+
+
+def test_parts_of_a_sample_are_joined_by_index_and_position() -> None:
+    train, rollout = samples(count=4)
+    whole = TokenTable.from_lists(listed(train), listed(rollout), sample_index=[7, 5, 3, 1])
+    parts = [
+        {
+            "train_log_probs": t[half].tolist(),
+            "rollout_log_probs": r[half].tolist(),
+            "token_position": np.arange(24)[half].tolist(),
+            "sample_index": index,
+        }
+        for half in (slice(12, 24), slice(0, 12))
+        for index, t, r in zip([7, 5, 3, 1], train, rollout, strict=True)
+    ]
+    joined = TokenTable.from_rows(parts)
+    for name in ("train", "rollout", "sample", "position"):
+        np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
+
+
+def test_nothing_compared_is_never_healthy() -> None:
+    assert codes(diagnose(None)) == ["nothing_compared"]
+    assert codes(diagnose(None, TokenTable.from_lists([], []))) == ["nothing_compared"]
+    assert codes(of_lists([[-1.0, math.nan]], [[None, -1.0]])) == ["nothing_compared"]
+    assert codes(of_lists([[-1.0] * 9], [[-1.0] * 9], mask=[[0] * 9])) == ["nothing_compared"]
+    assert codes(of_lists([[-math.inf] * 9], [[-1.0] * 9])) == ["nothing_compared", "train_filter"]
+    assert codes(of_lists([[-1.0] * 9], [[-1.0] * 8])) == ["nothing_compared"]
+
+
+VALUES = st.one_of(
+    st.floats(-30, 0), st.sampled_from([0.0, -0.0, -1.0, math.nan, math.inf, -math.inf, -9999.0, 5.0, -1e-300, 1e300])
+)
+
+
+@given(
+    st.lists(st.lists(st.tuples(VALUES, st.one_of(st.none(), VALUES)), max_size=12), max_size=5),
+    st.sampled_from([None, 3, 0]),
+)
+def test_no_value_crashes_it(rows: list[list[tuple[float, float | None]]], prompt: int | None) -> None:
+    train, rollout = [[t for t, _ in row] for row in rows], [[r for _, r in row] for row in rows]
+    labels = {"engine": [f"e{i % 2}" for i in range(len(rows))]}
+    found = of_lists(
+        train, rollout, labels=labels, rank=[i % 3 for i in range(len(rows))], prompt_length=[prompt] * len(rows)
+    )
+    assert found
+    assert all(0 <= finding.strength <= 1 for finding in found)
+    for finding in found:
+        again = Finding.from_dict(json.loads(json.dumps(finding.to_dict(), allow_nan=False)))
+        assert again.to_dict() == finding.to_dict()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_handful_of_tokens_says_nothing(count: int) -> None:
+    random = np.random.default_rng(count)
+    for _ in range(50):
+        train, rollout = -random.gamma(1.0, 1.0, (2, count)) - 0.01
+        assert codes(of_lists([train.tolist()], [rollout.tolist()])) == ["too_few_tokens"]
+
+
+# --- reports --------------------------------------------------------------------------------------------------------
+
+
+def report_of(train, rollout, engines: list[int] | None = None) -> StepReport:
+    config = AuditConfig(breakdowns={"engine": ("e0", "e1", "e2", "e3")} if engines else {})
+    collector = Collector(config)
+    labels = {"engine": engines} if engines else None
+    collector.update(TokenBatch.from_lists(train, rollout, [[1] * len(t) for t in train], labels=labels))
+    return collector.compute()
+
+
+def test_a_report_alone_tells_what_it_can() -> None:
+    train, rollout = samples()
+    assert codes(diagnose(report_of(listed(train), listed(rollout)))) == ["healthy"]
+    assert codes(diagnose(report_of(listed(train), listed(train)))) == ["self_comparison"]
+    dropped = listed(train)
+    dropped[0][0] = -math.inf
+    assert codes(diagnose(report_of(dropped, listed(rollout)))) == ["train_filter"]
+    stale = samples(noise=0.4)
+    mixed = train[:12] + stale[0][12:], rollout[:12] + stale[1][12:]
+    report = report_of(*map(listed, mixed), engines=[0] * 12 + [2] * 12)
+    found = diagnose(report)
+    assert (codes(found), found[0].evidence["where"]) == (["stale_weights"], "engine=e2")
+    assert codes(diagnose(StepReport.from_dict(report.to_dict()))) == ["stale_weights"]
+    strangers = samples(seed=1)[1]
+    assert codes(diagnose(report_of(listed(train), listed(strangers)))) == ["misaligned"]
+    assert codes(diagnose(Collector(AuditConfig()).compute())) == ["nothing_compared"]
+
+
+# --- recordings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def study():
+    sys.path.insert(0, str(STUDY))
+    import recordings
+
+    import faults
+
+    yield faults, {r.name: r for r in map(recordings.read, sorted((STUDY / "pairs" / "held_out").glob("*1[26].npz")))}
+    sys.path.remove(str(STUDY))
+
+
+def test_planted_faults_of_held_out_recordings_come_first(study) -> None:
+    """One run of each kind and recording; the study's many runs are in docs/diagnosis.md."""
+    faults, recordings = study
+    runs = right = 0
+    for kind in (*faults.SINGLE, *faults.HEALTHY):
+        for recording in recordings.values():
+            run = faults.make(kind, recording, 0)
+            if run is not None:
+                found = diagnose(None, faults.table(run))
+                runs += 1
+                right += found[0].code == (kind.codes or ("healthy",))[0]
+    assert runs > 80
+    assert right >= 0.95 * runs
