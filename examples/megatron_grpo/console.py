@@ -2,6 +2,7 @@
 
 import task
 from rlk_audit import StepReport
+from rlk_audit.finding import Finding
 from rlk_audit.report import RankSummary, WorstToken
 from rollout import Rollout
 
@@ -33,6 +34,7 @@ class Console:
     def __init__(self) -> None:
         self.worst: list[tuple[int, WorstToken, str]] = []
         self.ranks: list[tuple[int, tuple[RankSummary, ...]]] = []
+        self.findings: tuple[Finding, ...] = ()
 
     def step(self, step: int, reward: float, loss: float, report: StepReport | None, rollouts: list[Rollout]) -> None:
         line = f"step {step:3d}  reward {reward:.3f}  loss {loss:8.4f}"
@@ -66,6 +68,9 @@ class Console:
             ("step", *members),
             [(str(step), *map(_rank_cell, table)) for step, table in self.ranks[-STEPS_SHOWN:]],
         )
+        print("\nDiagnosis of the last step, strongest cause first", flush=True)
+        for finding in self.findings:
+            print(f"  {finding}", flush=True)
 
 
 def _where(token: WorstToken) -> str:

@@ -27,9 +27,10 @@ import model
 from console import Console
 from recorder import Recorder
 from rlk_audit import AuditConfig
+from rlk_audit.diagnose import TokenTable, diagnose
 from rlk_audit.megatron_plugin import MegatronAudit, add_rlk_args, register
 from rlk_audit.sinks import JsonlSink
-from rollout import ENGINES, EnginePool, RecordedPool, demonstrations
+from rollout import ENGINES, EnginePool, RecordedPool, Rollout, demonstrations
 from trainer import Trainer, forward_step, token_sum
 
 EXPORT_TOLERANCE = 1e-4
@@ -153,6 +154,19 @@ def start_audit(args: argparse.Namespace) -> MegatronAudit:
     return register(args, config=config, sinks=sinks)
 
 
+def token_table(rollouts: list[Rollout], scores: Tensor) -> TokenTable:
+    """Every token of the step, for a diagnosis that looks at neighbours and other rows too."""
+    starts = [len(r.prompt) - 1 for r in rollouts]
+    return TokenTable.from_lists(
+        [row[start : start + len(r.response)].tolist() for r, row, start in zip(rollouts, scores, starts, strict=True)],
+        [r.log_probs for r in rollouts],
+        sample_index=[r.sample_index for r in rollouts],
+        token_ids=[r.response for r in rollouts],
+        prompt_length=[len(r.prompt) for r in rollouts],
+        labels={"engine": [ENGINES[r.engine] for r in rollouts]},
+    )
+
+
 def hand_over_weights(trainer: Trainer, pool: EnginePool, step: int) -> None:
     """Collective: export the trainer's weights to the engines; before the first rollout the export is checked."""
     weights = model.export_weights(trainer.chunks, model.llama_shape(trainer.config))
@@ -174,6 +188,7 @@ def train(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args)
     audit = start_audit(args)
+    audit_runs = args.rlk_consistency_mode in ("audit", "strict")
     pool = build_pool(trainer)
     warm_up(trainer)
     recorder = Recorder(args.record) if args.record else None
@@ -186,6 +201,8 @@ def train(args: argparse.Namespace) -> None:
         if isinstance(pool, EnginePool):
             hand_over_weights(trainer, pool, step)
         rollouts = faults.plant(args, step, pool.generate(step))
+        # Before the update: what the engines sampled is compared with the weights that they were given.
+        tokens = token_table(rollouts, trainer.score(rollouts)) if step == args.steps and audit_runs else None
         losses.append(trainer.train(schedule, step_func, grpo.build_batch(rollouts, grpo.advantages(rollouts))))
         rewards.append(sum(r.reward for r in rollouts) / len(rollouts))
         report = audit.step_end(step)
@@ -193,6 +210,8 @@ def train(args: argparse.Namespace) -> None:
             recorder.step_end(step)
         if console:
             console.step(step, rewards[-1], losses[-1], report, rollouts)
+            if tokens is not None:
+                console.findings = diagnose(report, tokens)
     digest = model.weights_digest(trainer.chunks)
     if last_rank:
         run = {"losses": losses, "rewards": rewards, "weights_sha256": digest}
