@@ -39,6 +39,8 @@ SEARCH_ROWS = 2048
 ROW_PREFIX = 24
 """Positions that tell a row from others: even 8 of them agree by chance within noise in none of a million rows."""
 MIN_ROW = 8
+SHORT_ROW, SHORT_LEFT_OVER = 4, 0.1
+"""Shorter rows, down to this, must fit nearly exactly: so close are 4 values in one of 10,000 rows by chance."""
 UNRELATED = 0.2
 """Correlation within samples below this means that the values belong to other tokens: real pairs are near 1."""
 SAME_DISTRIBUTION = 0.3
@@ -269,7 +271,7 @@ def _layout_name(order: tuple[int, ...]) -> str:
 
 def row_order(table: TokenTable) -> Signal | None:
     """Pair each drifting sample's train values with the rollout values of every other sample."""
-    drifting, _ = _drifting_rows(table, MIN_TOKENS)
+    drifting, _ = _drifting_rows(table, SHORT_ROW)
     searched = np.flatnonzero(drifting)[:SEARCH_ROWS]
     partner = _partners(table, searched)
     paired = partner[table.row]
@@ -312,10 +314,11 @@ def _partners(table: TokenTable, searched: Ints) -> Ints:
     for i, row in enumerate(searched.tolist()):
         apart = clipped(train[i] - rollout)
         pairs = np.isfinite(apart).sum(1)
-        cost = np.where(pairs >= MIN_ROW, np.nansum(apart, 1) / np.maximum(pairs, 1), np.inf)
+        cost = np.where(pairs >= SHORT_ROW, np.nansum(apart, 1) / np.maximum(pairs, 1), np.inf)
         own = float(np.nanmean(apart[i])) if pairs[i] else math.inf
         best = int(cost.argmin())
-        if best != i and cost[best] <= LEFT_OVER * own and math.isfinite(cost[best]):
+        left_over = LEFT_OVER if pairs[best] >= MIN_ROW else SHORT_LEFT_OVER
+        if best != i and cost[best] <= left_over * own and math.isfinite(cost[best]):
             partner[row] = searched[best]
     return partner
 
