@@ -9,6 +9,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 import task
+from cpu_backend import known
 from rollout import Rollout
 
 CLIP = 0.2
@@ -51,12 +52,14 @@ def build_batch(rollouts: list[Rollout], sample_advantages: list[float] | None =
 
 def micro_batches(batch: dict[str, Tensor], size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """This rank's share: its block of the samples (data parallel), its chunks of the sequence (context parallel)."""
+    group = parallel_state.get_context_parallel_group()
+    options = known(get_batch_on_this_cp_rank, is_hybrid_cp=False, cp_group=group)
     share = len(batch["tokens"]) // parallel_state.get_data_parallel_world_size()
     first = share * parallel_state.get_data_parallel_rank()
     for start in range(first, first + share, size):
         rows = {name: value[start : start + size].to(device) for name, value in batch.items()}
         cut = {name: value.contiguous() for name, value in rows.items() if value.size(1) == task.SEQ_LENGTH}
-        yield {**rows, **get_batch_on_this_cp_rank(cut)}
+        yield {**rows, **get_batch_on_this_cp_rank(cut, **options)}
 
 
 def grpo_loss(log_probs: Tensor, micro: dict[str, Tensor]) -> Tensor:
