@@ -148,3 +148,32 @@ sys.exit(fork_launch.launch(3, target))
 
 def test_launcher_ends_the_others_when_a_rank_fails():
     assert run_python("-c", FAILING_RANK).returncode == 7
+
+
+PLANTED = {
+    "none": "healthy",
+    "stale_engine": "stale_weights",
+    "temperature": "temperature",
+    "shift": "shift",
+    "zero_fill": "zero_fill",
+    "row_order": "row_order",
+}
+LARGER = ["--hidden", "64", "--warmup-steps", "40", "--lr", "0.001", "--steps", "4", "--fault-step", "3"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [pytest.param(*pair, marks=[pytest.mark.layouts] * (pair[0] != "stale_engine")) for pair in PLANTED.items()],
+)
+def test_a_run_ends_by_naming_its_fault(fault, code, tmp_path):
+    done = launch(1, *LARGER, "--fault", fault, "--rlk-consistency-mode", "audit", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.split("Diagnosis of the last step, strongest cause first\n")[1].splitlines()
+    assert told[0].strip().startswith(f"{code} (")
+    assert ("engine e1" in told[0]) == (fault == "stale_engine")
+
+
+def test_every_fault_has_its_cause(monkeypatch):
+    import faults
+
+    assert set(PLANTED) == {"none", *faults.FAULTS}
