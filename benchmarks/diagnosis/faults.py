@@ -61,8 +61,11 @@ def healthy(random: Random, recording: Recording) -> Run:
     return choose(random, recording.conditions[str(random.choice(conditions))], "train", "rollout")
 
 
-def bf16(random: Random, recording: Recording) -> Run | None:
-    return None if recording.from_vllm else recorded("bf16")(random, recording)
+def temperature_one(random: Random, recording: Recording) -> Run | None:
+    """A healthy run of which the likeliest tokens were recorded too."""
+    condition = "healthy_t1" if recording.from_vllm else "bf16"
+    samples = recording.conditions.get(condition)
+    return recorded(condition)(random, recording) if samples and "likeliest" in samples[0] else None
 
 
 def stale_engine(size: str, label: str = "engine") -> Source:
@@ -70,9 +73,9 @@ def stale_engine(size: str, label: str = "engine") -> Source:
 
     def source(random: Random, recording: Recording) -> Run | None:
         stale = recorded(f"stale_{size}")(random, recording)
-        if stale is None or recording.from_vllm:
+        run = temperature_one(random, recording)
+        if stale is None or run is None:
             return None
-        run = bf16(random, recording)
         codes = sorted({sample["engine"] for sample in run})
         bad = codes[int(random.integers(len(codes)))]
         replaced = iter(stale)
@@ -373,7 +376,7 @@ SINGLE = (
     Kind("end tokens never sampled", ("synthetic_end",), healthy, (synthetic_end,)),
     Kind("rounded to bfloat16", ("rounded",), healthy, (rounded("bfloat16"),)),
     Kind("rounded to float16", ("rounded",), healthy, (rounded("float16"),)),
-    Kind("likeliest token's log-prob", ("wrong_token",), bf16, (wrong_token,)),
+    Kind("likeliest token's log-prob", ("wrong_token",), temperature_one, (wrong_token,)),
     Kind("likeliest token's log-prob, vLLM", ("wrong_token",), recorded("wrong_token")),
     Kind("rows in another order", ("row_order",), healthy, (row_order,)),
     Kind("cp shards in another order", ("cp_order",), healthy, (cp_order,)),
@@ -399,7 +402,7 @@ PAIRS = (
     Kind("top-p + end tokens", ("renormalised", "synthetic_end"), _TOP_P, (synthetic_end,)),
     Kind("top-p + trainer drops", ("renormalised", "train_filter"), _TOP_P, (train_filter,)),
     Kind("top-p + row order", ("renormalised", "row_order"), _TOP_P, (row_order,)),
-    Kind("wrong token + tool tokens", ("wrong_token", "zero_fill"), bf16, (wrong_token, tool_tokens)),
+    Kind("wrong token + tool tokens", ("wrong_token", "zero_fill"), temperature_one, (wrong_token, tool_tokens)),
     Kind("row order + trainer drops", ("row_order", "train_filter"), healthy, (row_order, train_filter)),
     Kind("cp order + bfloat16", ("cp_order", "rounded"), healthy, (cp_order, rounded("bfloat16"))),
     Kind("some ranks off + end tokens", ("rank_local", "synthetic_end"), healthy, (rank_local, synthetic_end)),

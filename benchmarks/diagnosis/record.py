@@ -51,14 +51,22 @@ SETTINGS = {
     2: Setting("tune", 512, 96, 3, 80, 64, 600),
     3: Setting("tune", 2048, 96, 2, 96, 40, 500),
     4: Setting("tune", 256, 64, 4, 24, 256, 600),
-    11: Setting("held_out", 64, 96, 3, 96, 40, 700),
-    12: Setting("held_out", 128, 64, 2, 24, 256, 600),
-    13: Setting("held_out", 1024, 128, 3, 80, 56, 500),
-    14: Setting("held_out", 4096, 96, 2, 80, 48, 400),
-    15: Setting("held_out", 8192, 64, 2, 72, 48, 350),
-    16: Setting("held_out", 384, 96, 4, 96, 32, 600),
-    17: Setting("held_out", 2048, 128, 2, 64, 48, 500),
-    18: Setting("held_out", 96, 96, 4, 48, 128, 600),
+    11: Setting("tune", 64, 96, 3, 96, 40, 700),
+    12: Setting("tune", 128, 64, 2, 24, 256, 600),
+    13: Setting("tune", 1024, 128, 3, 80, 56, 500),
+    14: Setting("tune", 4096, 96, 2, 80, 48, 400),
+    15: Setting("tune", 8192, 64, 2, 72, 48, 350),
+    16: Setting("tune", 384, 96, 4, 96, 32, 600),
+    17: Setting("tune", 2048, 128, 2, 64, 48, 500),
+    18: Setting("tune", 96, 96, 4, 48, 128, 600),
+    21: Setting("held_out", 64, 64, 3, 80, 48, 700),
+    22: Setting("held_out", 160, 96, 2, 24, 256, 600),
+    23: Setting("held_out", 768, 96, 4, 72, 64, 500),
+    24: Setting("held_out", 3072, 96, 2, 72, 48, 400),
+    25: Setting("held_out", 8192, 64, 2, 64, 48, 350),
+    26: Setting("held_out", 320, 128, 3, 96, 32, 500),
+    27: Setting("held_out", 1536, 64, 3, 64, 56, 500),
+    28: Setting("held_out", 96, 64, 4, 40, 160, 600),
 }
 
 
@@ -159,9 +167,8 @@ def of_tokens(log_probs: Tensor, tokens: Tensor) -> np.ndarray:
     return log_probs.gather(-1, tokens[..., None])[..., 0].numpy().astype(np.float32)
 
 
-def record(seed: int) -> dict[str, np.ndarray]:
-    """Return the columns of one seed: `<condition>/<column>` -> [samples, longest], and `lengths`."""
-    setting = SETTINGS[seed]
+def trained_model(seed: int, setting: Setting) -> tuple[torch.nn.Module, Language, float]:
+    """Return a model trained on a language, the language, and the last loss."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=setting.vocabulary,
@@ -172,14 +179,25 @@ def record(seed: int) -> dict[str, np.ndarray]:
         max_position_embeddings=512,
         tie_word_embeddings=False,
     )
-    trained = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     language = Language(setting.vocabulary, seed)
-    losses = [train(trained, language, setting.train_steps, 2e-3)]
-    # The weights move as in training: a few steps towards another language, at two rates.
-    moved = {}
-    for name, steps, rate in MOVES:
-        moved[name] = copy.deepcopy(trained)
-        losses.append(train(moved[name], Language(setting.vocabulary, seed + 1000), steps, rate))
+    return model, language, train(model, language, setting.train_steps, 2e-3)
+
+
+def moved_models(trained: torch.nn.Module, setting: Setting, seed: int) -> list[torch.nn.Module]:
+    """Return the model after each of MOVES: a few steps towards another language."""
+    models = []
+    for _, steps, rate in MOVES:
+        models.append(copy.deepcopy(trained))
+        train(models[-1], Language(setting.vocabulary, seed + 1000), steps, rate)
+    return models
+
+
+def record(seed: int) -> dict[str, np.ndarray]:
+    """Return the columns of one seed: `<condition>/<column>` -> [samples, longest], and `lengths`."""
+    setting = SETTINGS[seed]
+    trained, language, loss = trained_model(seed, setting)
+    moved = dict(zip((name for name, _, _ in MOVES), moved_models(trained, setting, seed), strict=True))
     trainer = rounded_copy(trained, torch.float32)
     trainer_bf16 = rounded_copy(trained, torch.bfloat16)
     prompts = language.batch(setting.samples, PROMPT)
@@ -215,7 +233,7 @@ def record(seed: int) -> dict[str, np.ndarray]:
     columns["vocabulary"] = np.array(setting.vocabulary)
     drift = columns["bf16/train"] - columns["bf16/rollout"]
     print(
-        f"seed {seed}: losses {losses}; mean R {columns['bf16/rollout'].mean():.2f}; std d {drift.std():.4f}; "
+        f"seed {seed}: loss {loss:.2f}; mean R {columns['bf16/rollout'].mean():.2f}; std d {drift.std():.4f}; "
         + ", ".join(
             f"{n} {(columns[f'{n}/train'] - columns[f'{n}/rollout']).std():.4f}"
             for n in ("fp16", *(f"stale_{name}" for name, _, _ in MOVES))

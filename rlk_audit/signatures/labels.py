@@ -103,4 +103,4 @@ def _is_loud(table: TokenTable, part: Bools, others: Bools) -> bool:
     level = np.bincount(rows, weights=clipped(table.dlogp)[both], minlength=size)
     usual = np.bincount(rows, weights=expected[both], minlength=size)
     of_part = np.unique(rows)
-    return float((level >= CODE_RATIO / 2 * usual)[of_part].mean()) >= STEADY
+    return len(of_part) > 0 and float((level >= CODE_RATIO / 2 * usual)[of_part].mean()) >= STEADY

@@ -24,6 +24,8 @@ FOLLOWS = 0.75
 """Where that decided, samples follow that re-pairing improves so far: another fault may lie underneath."""
 EXPLAINED = 0.6
 """The explained samples together must lose at least this part: room for a second fault underneath."""
+BEYOND_CHANCE = 3.0
+"""Lags that do not hold explain some samples by chance; what holds gains so many times as much as their median."""
 MIN_SHARE = 0.08
 """... and it must be at least this part of the step's clipped drift: odd samples alone are no finding."""
 BLOCK_COUNTS = (2, 4, 8, 16)
@@ -71,23 +73,34 @@ class Repaired:
         return self.before - self.after
 
 
-def _pairable(table: TokenTable) -> Bools:
-    """Leave out filled values, which belong to no token and would blur every comparison."""
+Search = Callable[[TokenTable, Bools], Signal | None]
+
+
+def _search(table: TokenTable, search: Search) -> Signal | None:
+    """Search among the compared tokens without zeros that the other side denies, and then with them.
+
+    Such zeros are mostly filled in and belong to no token, which would blur every comparison; but a filter that keeps
+    one token gives zeros too, and those belong to their pairs.
+    """
+    denied = _denied_zeros(table)
+    found = search(table, table.compared & ~denied)
+    return search(table, table.compared) if found is None and denied.any() else found
+
+
+def _denied_zeros(table: TokenTable) -> Bools:
     train, rollout = table.train, table.rollout
-    filled = ((rollout == 0) & (train < -1)) | ((train == 0) & (rollout < -1))
-    return np.asarray(table.compared & ~filled)
+    return np.asarray(((rollout == 0) & (train < -1)) | ((train == 0) & (rollout < -1)))
 
 
 def _row_sums(table: TokenTable, values: Floats) -> Floats:
     return np.bincount(table.row, weights=values, minlength=table.row_count).astype(np.float64)
 
 
-def try_pairing(table: TokenTable, source: Ints) -> Repaired:
+def try_pairing(table: TokenTable, source: Ints, good: Bools) -> Repaired:
     """Measure a hypothesis: each token belongs to the rollout value at `source` (-1: to none).
 
     A sample takes part if its pairs drift by SAMPLE_FLOOR and re-pairing leaves at most LEFT_OVER of that.
     """
-    good = _pairable(table)
     both = (source >= 0) & good & good[source]
     own = np.where(both, clipped(table.dlogp), 0.0)
     moved = np.where(both, clipped(np.where(both, table.train, 0.0) - np.where(both, table.rollout[source], 0.0)), 0.0)
@@ -101,8 +114,7 @@ def try_pairing(table: TokenTable, source: Ints) -> Repaired:
     return Repaired(source, rows, fits, float(before[rows].sum()), float(after[rows].sum()))
 
 
-def _convincing(table: TokenTable, found: Repaired, searched: Bools | None = None) -> bool:
-    judged = _pairable(table) if searched is None else _pairable(table) & searched
+def _convincing(table: TokenTable, found: Repaired, judged: Bools) -> bool:
     total = float(clipped(table.dlogp[judged]).sum())
     return found.gain > 0 and found.gain >= EXPLAINED * found.before and found.gain >= MIN_SHARE * total
 
@@ -141,20 +153,25 @@ def _signal(
 
 def shift(table: TokenTable) -> Signal | None:
     """Pair each token with the rollout value `lag` positions on, in its sample."""
-    lag, found = _best_lag(table)
-    if not _convincing(table, found):
+    return _search(table, _shift)
+
+
+def _shift(table: TokenTable, good: Bools) -> Signal | None:
+    lag, found, chance = _best_lag(table, good)
+    if not _convincing(table, found, good) or found.gain < BEYOND_CHANCE * chance:
         return None
     late = lag > 0
     told = f"the rollout side is {abs(lag)} position{'s' * (abs(lag) > 1)} {'late' if late else 'early'}"
     told += f" (or the train side {'early' if late else 'late'})"
-    return _signal(
-        "shift", table, found, repair(table, found), {"lag": lag, "rollout": "late" if late else "early"}, told
-    )
+    evidence: dict[str, Value] = {"lag": lag, "rollout": "late" if late else "early"}
+    return _signal("shift", table, found, repair(table, found), evidence, told)
 
 
-def _best_lag(table: TokenTable) -> tuple[int, Repaired]:
-    pairings = {lag: try_pairing(table, table.find(table.row, table.position + lag)) for lag in LAGS}
-    return max(pairings.items(), key=lambda pair: pair[1].gain)
+def _best_lag(table: TokenTable, good: Bools) -> tuple[int, Repaired, float]:
+    """Return the best lag, what it does, and what a lag gains by chance: the median of all."""
+    pairings = {lag: try_pairing(table, table.find(table.row, table.position + lag), good) for lag in LAGS}
+    lag, found = max(pairings.items(), key=lambda pair: pair[1].gain)
+    return lag, found, float(np.median([pairing.gain for pairing in pairings.values()]))
 
 
 # --- blocks of context parallelism ----------------------------------------------------------------------------------
@@ -162,43 +179,48 @@ def _best_lag(table: TokenTable) -> tuple[int, Repaired]:
 
 def cp_order(table: TokenTable) -> Signal | None:
     """Pair each block of a sample with every other block, over all drifting samples at once, and take the best."""
-    searched = _drifting(table)
-    hypotheses = list(_block_orders(searched)) if searched is not None else []
+    return _search(table, _cp_order)
+
+
+def _cp_order(table: TokenTable, good: Bools) -> Signal | None:
+    chosen = _drifting(table, good)
+    hypotheses = list(_block_orders(table.take(chosen), good[chosen])) if chosen.any() else []
     if not hypotheses:
         return None
     # Finer cuts explain what coarser ones do, so the first that is nearly as good as the best is meant.
     most = max(found.gain for *_, found in hypotheses)
     blocks, rule, order, _ = next(h for h in hypotheses if h[-1].gain >= 0.97 * most)
-    everywhere = try_pairing(table, _block_source(table, blocks, rule, np.array(order)))
+    everywhere = try_pairing(table, _block_source(table, blocks, rule, np.array(order)), good)
+    _, lagged, chance = _best_lag(table, good)
+    if not _convincing(table, everywhere, good) or everywhere.gain < BEYOND_CHANCE * chance:
+        return None
     # Blocks as short as a lag can say the same as it, in more words.
-    if not _convincing(table, everywhere) or _best_lag(table)[1].gain > SIMPLER * everywhere.gain:
+    if lagged.gain > SIMPLER * everywhere.gain:
         return None
     shown = ", ".join(map(str, order))
     evidence: dict[str, Value] = {"blocks": blocks, "order": shown, "cut": rule, "layout": _layout_name(order)}
     told = f"blocks are joined in the order {shown} ({evidence['layout']})"
-    rest = _without_strangers(table, everywhere, repair(table, everywhere))
+    rest = _without_strangers(table, everywhere, repair(table, everywhere), good)
     # Values from before the response, or from behind it, are no fault of their own.
-    rest = rest.take(_pairable(rest) | ~np.isin(rest.sample, table.sample[everywhere.fits[table.row]]))
+    rest = rest.take(~_denied_zeros(rest) | ~np.isin(rest.sample, table.sample[everywhere.fits[table.row]]))
     return _signal("cp_order", table, everywhere, rest, evidence, told)
 
 
-def _drifting_rows(table: TokenTable, least: int) -> tuple[Bools, Floats]:
+def _drifting_rows(table: TokenTable, least: int, good: Bools) -> tuple[Bools, Floats]:
     """Return the samples of at least so many pairs that drift, and the pairs of every sample."""
-    good = _pairable(table)
     count = _row_sums(table, good.astype(float))
     level = _row_sums(table, np.where(good, clipped(table.dlogp), 0.0))
     return (count >= least) & (level >= SAMPLE_FLOOR * count), count
 
 
-def _drifting(table: TokenTable) -> TokenTable | None:
-    """Return samples that drift, up to SEARCH_TOKENS."""
-    rows, count = _drifting_rows(table, MIN_TOKENS)
+def _drifting(table: TokenTable, good: Bools) -> Bools:
+    """Return the tokens of samples that drift, up to SEARCH_TOKENS."""
+    rows, count = _drifting_rows(table, MIN_TOKENS, good)
     rows &= np.cumsum(np.where(rows, count, 0)) <= max(SEARCH_TOKENS, count[rows].max(initial=0))
-    return table.take(rows[table.row]) if rows.any() else None
+    return rows[table.row]
 
 
-def _block_orders(table: TokenTable) -> Iterator[tuple[int, str, tuple[int, ...], Repaired]]:
-    good = _pairable(table)
+def _block_orders(table: TokenTable, good: Bools) -> Iterator[tuple[int, str, tuple[int, ...], Repaired]]:
     for blocks in BLOCK_COUNTS:
         for rule in BLOCK_RULES:
             block = _block_of(table, blocks, rule)[0]
@@ -214,7 +236,7 @@ def _block_orders(table: TokenTable) -> Iterator[tuple[int, str, tuple[int, ...]
                 cost[:, other] = np.where(pairs >= MIN_TOKENS, sums / np.maximum(pairs, 1), np.inf)
             order = np.where(np.isfinite(cost).any(1), cost.argmin(1), np.arange(blocks))
             if (order != np.arange(blocks)).any():
-                found = try_pairing(table, _block_source(table, blocks, rule, order))
+                found = try_pairing(table, _block_source(table, blocks, rule, order), good)
                 yield blocks, rule, tuple(order.tolist()), found
 
 
@@ -271,15 +293,19 @@ def _layout_name(order: tuple[int, ...]) -> str:
 
 def row_order(table: TokenTable) -> Signal | None:
     """Pair each drifting sample's train values with the rollout values of every other sample."""
-    drifting, _ = _drifting_rows(table, SHORT_ROW)
+    return _search(table, _row_order) or _unrelated(table, table.compared & ~_denied_zeros(table))
+
+
+def _row_order(table: TokenTable, good: Bools) -> Signal | None:
+    drifting, _ = _drifting_rows(table, SHORT_ROW, good)
     searched = np.flatnonzero(drifting)[:SEARCH_ROWS]
-    partner = _partners(table, searched)
+    partner = _partners(table, searched, good)
     paired = partner[table.row]
     source = np.where(paired >= 0, table.find(np.maximum(paired, 0), table.position), -1)
-    found = try_pairing(table, source)
-    if not _convincing(table, found, _of_rows(table, searched)):
-        return _unrelated(table)
-    rest = _without_strangers(table, found, repair(table, found), int(drifting.sum()) - len(searched))
+    found = try_pairing(table, source, good)
+    if not _convincing(table, found, good & _of_rows(table, searched)):
+        return None
+    rest = _without_strangers(table, found, repair(table, found), good, int(drifting.sum()) - len(searched))
     told = "rollout values stand beside another row's train values"
     return _signal("row_order", table, found, rest, {"partner": "found"}, told)
 
@@ -290,23 +316,25 @@ def _of_rows(table: TokenTable, rows: Ints) -> Bools:
     return chosen[table.row]
 
 
-def _without_strangers(table: TokenTable, found: Repaired, rest: TokenTable, unsearched: int = 0) -> TokenTable:
+def _without_strangers(
+    table: TokenTable, found: Repaired, rest: TokenTable, good: Bools, unsearched: int = 0
+) -> TokenTable:
     """Leave out drifting samples whose partner was not found: too short, unsearched, or it is not in the table.
 
     Those searched in vain are so many at most as those with a partner; else another fault makes them drift.
     """
-    strangers = _drifting_rows(table, 1)[0] & ~found.fits
+    strangers = _drifting_rows(table, 1, good)[0] & ~found.fits
     if strangers.sum() - unsearched > found.fits.sum():
         return rest
     return rest.take(~np.isin(rest.sample, table.sample[strangers[table.row]]))
 
 
-def _partners(table: TokenTable, searched: Ints) -> Ints:
+def _partners(table: TokenTable, searched: Ints, good: Bools) -> Ints:
     """Return for each row the row whose rollout values fit its train values, -1 where none does."""
     number = np.full(table.row_count, -1, dtype=np.int64)
     number[searched] = np.arange(len(searched))
     place = table.position - table.position[table.row_start][table.row]
-    inside = _pairable(table) & (place < ROW_PREFIX) & (number[table.row] >= 0)
+    inside = good & (place < ROW_PREFIX) & (number[table.row] >= 0)
     train, rollout = np.full((2, len(searched), ROW_PREFIX), np.nan)
     rows = number[table.row[inside]], place[inside]
     train[rows], rollout[rows] = table.train[inside], table.rollout[inside]
@@ -323,9 +351,8 @@ def _partners(table: TokenTable, searched: Ints) -> Ints:
     return partner
 
 
-def _unrelated(table: TokenTable) -> Signal | None:
+def _unrelated(table: TokenTable, good: Bools) -> Signal | None:
     """Find values that fit no token: uncorrelated within samples, though of the same distribution."""
-    good = _pairable(table)
     train, rollout = table.train[good], table.rollout[good]
     if len(train) < MIN_UNRELATED_TOKENS:
         return None

@@ -35,6 +35,8 @@ BOTH_FIT = 0.03
 """Probabilities of two different tokens add up to 1 at most; so many affected tokens beyond, and it is one token."""
 CONSTANT = 0.35
 """Standard deviation over mean: a filter cuts flat distributions by much the same mass."""
+SAME_OFFSET = 0.1
+"""The same of one token's values, which no other token's keep to."""
 ALIKE = 0.5
 """Squared correlation of T and R where a filter moved both alike; another token's value has near 0."""
 SHRUNK_BOUND = 1.1
@@ -50,7 +52,7 @@ BOTH_TOGETHER = 1.3
 MIN_LIKELY = 20
 NOISE_CLIP = 3.0
 """Nats of a logit: rare tokens are so far off at most, so that they do not decide alone."""
-STRETCH_CORRELATION = 0.5
+STRETCH_CORRELATION = 0.3
 ONE_SIGN = 0.97
 """Likely tokens all move to one side under a temperature, by the bound on the normaliser."""
 SMALL_FIT = 0.98
@@ -67,13 +69,16 @@ TAIL_TIMES = 12.0
 """... and by so many times the median noise at its confidence."""
 TAIL_SHARE = (0.0005, 0.3)
 MIN_TAIL = 5
-TAIL_NATS = 0.25
+TAIL_NATS = 0.15
 """Part of the drift that lies in the tail."""
 BIAS_F = 8.0
 """F statistic of the means of d over bins of confidence: chance gives 1, and 8 in none of a billion runs."""
 BIAS_FLOOR = 0.01
 """Nats of a logit, mean: what is systematic but smaller is not worth a finding."""
 BIAS_BINS = 10
+LEAN_SIGN = 0.65
+"""Share of likely tokens that move to one side: rounding moves them either way, also where contexts repeat."""
+MIN_LEANING = 50
 
 
 def shape_of(table: TokenTable, drift_of_unknown_cause: bool = True) -> Signal | None:
@@ -154,7 +159,7 @@ def _of_one_token(table: TokenTable) -> bool:
     if float((np.exp(train) + np.exp(rollout) > 1).mean()) > BOTH_FIT:
         return True
     d = train - rollout
-    if float(d.std()) <= CONSTANT * float(np.abs(d).mean()):
+    if float(d.std()) <= SAME_OFFSET * float(np.abs(d).mean()):
         return True
     return bool(np.ptp(train) and np.ptp(rollout)) and float(np.corrcoef(train, rollout)[0, 1]) ** 2 >= ALIKE
 
@@ -295,7 +300,7 @@ def stale_weights(table: TokenTable) -> Signal | None:
     if len(noise) < 2 * MIN_TOKENS:
         return None
     level, mean = float(np.median(np.abs(noise))), float(np.abs(noise).mean())
-    lean = _lean(table)
+    lean = _lean(table) if _leaning_sign(table) >= LEAN_SIGN else 0.0
     # Rounded values err by more than the engine does.
     coarse = rounded(table)
     ceiling = NOISE_CEILING + (0.0 if coarse is None else 2 * float(coarse.evidence["abs_error_mean"]))
@@ -310,6 +315,15 @@ def stale_weights(table: TokenTable) -> Signal | None:
         f"{why}: other weights, or a far cruder engine"
     )
     return Signal("stale_weights", drift(table), evidence, summary, table.take(~table.compared))
+
+
+def _leaning_sign(table: TokenTable) -> float:
+    """Return the larger share of likely tokens on one side of zero, 0 where there are too few."""
+    m = middle(table)
+    likely = table.dlogp[table.compared & (m > math.log(0.5)) & (m < math.log(0.97))]
+    if len(likely) < MIN_LEANING:
+        return 0.0
+    return float(max((likely > 0).mean(), (likely < 0).mean()))
 
 
 def _lean(table: TokenTable) -> float:
