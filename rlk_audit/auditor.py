@@ -51,10 +51,22 @@ def set_up_failure(config: AuditConfig, group: Group = None) -> Exception | None
 
 def _refuse_odd_sinks(sinks: Sequence[Sink]) -> None:
     for sink in sinks:
-        if not callable(getattr(sink, "write", None)) or not callable(getattr(sink, "close", None)):
+        if (
+            isinstance(sink, type)
+            or not callable(getattr(sink, "write", None))
+            or not callable(getattr(sink, "close", None))
+        ):
             raise TypeError(
                 f"a sink must have write(report) and close(), got {sink!r}; build_sinks makes sinks of names"
             )
+
+
+def _step_number(step: Any) -> int:
+    """Return the number as a plain integer: one of numpy or torch is none that JSON could hold."""
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        raise TypeError(f"step must be an integer, got {step!r}") from error
 
 
 def _close_anyway(sink: Sink) -> None:
@@ -127,6 +139,7 @@ class Auditor:
         self._last_step: int | None = None
         self._carried: dict[str, Any] | None = None
         self._closing = threading.Lock()
+        self._closed = False
 
     def update(self, *args: Any, microbatch: int | None = None, **fields: Any) -> None:
         """Add one micro-batch; the arguments are those of ``Collector.update``. No communication."""
@@ -162,7 +175,10 @@ class Auditor:
         """Collective: as ``step``, but a failed verdict is left to the caller, who asks ``failure``."""
         if self.collector is None:
             return None
-        step = operator.index(step)  # a number of numpy or torch is none that JSON could hold
+        step = _step_number(step)
+        if self._closed:
+            self._closed = False
+            logger.warning("step %s and later ones are not written: the audit was closed", step)
         if expected_active_tokens is not None:
             self.collector.expect_active(expected_active_tokens)
         try:
@@ -189,6 +205,8 @@ class Auditor:
         A step in flight is waited for at most 10 seconds, then it is lost.
         """
         atexit.unregister(self.close)
+        if self.collector is not None and self.collector.updates:
+            logger.warning("%s micro-batches are lost: no step ended after them", self.collector.updates)
         with self._closing:  # an exit handler may come while the program closes
             if self._in_flight is not None:
                 (step, pending), self._in_flight = self._in_flight, None
@@ -196,6 +214,7 @@ class Auditor:
             total = self.run_total() if self._sinks else None
             if total is not None:
                 self._write(total)
+            self._closed = self._closed or bool(self._sinks)
             sinks, self._sinks = self._sinks, ()
             for sink in sinks:
                 _close_anyway(sink)

@@ -53,6 +53,8 @@ class Collector:
         """The process group whose ranks agreed on the settings; kept by ``all_reduce``."""
         self.hosts: Mapping[int, str] = {}
         """Global rank -> host of the ranks that agreed."""
+        self.updates = 0
+        """Micro-batches that came since the last ``reset``."""
         self._microbatches: set[int] = set()
         self._expected_active = 0
         self._silent_steps = 0
@@ -86,6 +88,7 @@ class Collector:
         batch = self.as_batch(train_log_probs, rollout_log_probs, mask, labels, **fields)
         if microbatch is not None and (isinstance(microbatch, bool) or not isinstance(microbatch, int)):
             raise TypeError(f"microbatch must be an integer, got {type(microbatch).__name__}")
+        self.updates += 1
         with torch.inference_mode(False), torch.no_grad():
             if microbatch in self._microbatches:
                 self._count("duplicate_microbatch")
@@ -131,6 +134,7 @@ class Collector:
         """Forget the step's data, in place."""
         with torch.inference_mode(False), torch.no_grad():
             self._state.copy_from(self._empty)
+        self.updates = 0
         self._microbatches.clear()
         self._expected_active = 0
         self._silent_steps = max(self._silent_steps - 1, 0)
@@ -259,7 +263,11 @@ class Collector:
 
     def _log_probs(self, name: str, values: Values) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities on the device and, flat, where the caller gave None; train has no such place."""
-        tensor, absent = to_float_and_missing(values)
+        try:
+            tensor, absent = to_float_and_missing(values)
+        except ValueError as error:
+            hint = "samples of unequal lengths go through TokenBatch.from_lists"
+            raise ValueError(f"{name}: {error}; {hint}") from error
         if tensor.numel() and not tensor.is_floating_point():
             raise ValueError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
         if absent is not None and name == "train_log_probs":
@@ -279,7 +287,10 @@ class Collector:
         """Return integer ids on the device, expanded to ``shape`` without a copy; None gives -1."""
         if values is None or isinstance(values, int):  # filled on the device: copying a host value would wait for it
             return torch.full((), -1 if values is None else values, dtype=torch.int64, device=self.device).expand(shape)
-        ids = torch.as_tensor(values, device=self.device)
+        try:
+            ids = torch.as_tensor(values, device=self.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{name} must be integers in one array, got {values!r:.80} ({error})") from error
         if len(shape) == 2 and ids.dim() == 1 and len(ids) == shape[0] and name not in _PER_TOKEN:
             ids = ids[:, None]  # one value a row
         if ids.numel() and (ids.is_floating_point() or ids.is_complex()):  # an empty list makes a float tensor

@@ -111,6 +111,8 @@ class TokenBatch:
         updates: Sequence[int] | int | None,
         labels: dict[str, Sequence[int | None]],
     ) -> TokenBatch:
+        if len(train) and not hasattr(train[0], "__len__"):
+            return cls((), fault=f"train_log_probs must be one list a sample, got {train[0]!r} for the first sample")
         count = len(train)
         per_sample["updates_since_rollout"] = [updates] * count if isinstance(updates, int) else updates
         for name, values in {**columns, **per_sample, **labels}.items():
@@ -326,6 +328,9 @@ def _bounds(name: str, values: Values, device: torch.device) -> Tensor:
     bounds = torch.as_tensor(values, device=device).long()
     if bounds.dim() != 1 or not len(bounds):
         raise ValueError(f"{name} must be [samples + 1], got the shape {tuple(bounds.shape)}")
+    # Elsewhere reading them would wait for the device.
+    if device.type == "cpu" and (bounds[0] != 0 or (bounds.diff() < 0).any()):
+        raise ValueError(f"{name} must begin with 0 and never fall, as sums of lengths do, got {bounds.tolist()[:8]}")
     return bounds
 
 
@@ -416,6 +421,10 @@ def to_float_and_missing(values: Values) -> tuple[Tensor, Tensor | None]:
         return values, None
     if isinstance(values, np.ndarray) and values.dtype != object:
         return torch.as_tensor(values), None
+    if any(isinstance(value, Tensor) for value in values):
+        if len({getattr(value, "shape", None) for value in values}) > 1:
+            raise ValueError("log-probabilities must be in equal rows, got tensors of different shapes")
+        return torch.stack(list(values)), None
     try:
         array = np.asarray(values, dtype=object if isinstance(values, np.ndarray) else None)
         if array.dtype != object:  # a list of whole numbers is meant as log-probabilities all the same
@@ -494,6 +503,11 @@ def _join_rollout(
             sample, absent = torch.zeros(length), torch.ones(length, dtype=torch.bool)
         else:
             sample, none_here = to_float_and_missing(rollout[i])
+            if sample.dim() != 1:
+                raise ValueError(
+                    f"rollout_log_probs must be one number or None a token, got the shape {tuple(sample.shape)} for "
+                    f"sample {i}"
+                )
             absent = torch.zeros(length, dtype=torch.bool) if none_here is None else none_here
         values.append(sample)
         missing.append(absent)

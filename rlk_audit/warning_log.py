@@ -27,7 +27,7 @@ MEANINGS = {
     "length_mismatch": "samples were refused, because their arrays differ in length",
     "update_failed": "micro-batches were not counted, so the figures are incomplete; the rank's own log says why",
     "zero_active_sample": "samples have no active token; aborted responses, or a mask that takes all?",
-    "sample_table_overflow": "active tokens have no slot of the table of samples; is samples_per_step large enough?",
+    "sample_table_overflow": "active tokens have no slot in the table of samples: 0 <= sample_slot < samples_per_step",
     "duplicate_microbatch": "micro-batches came twice and were counted once, as in a rerun or a recomputed loss",
     "missing_metadata": "a label that was asked for lacks on some tokens, which count as unknown",
     "missing_rollout_log_probs": "micro-batches lack rollout log-probabilities; is the engine told to return them?",

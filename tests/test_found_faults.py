@@ -367,7 +367,7 @@ def test_an_auditor_that_nobody_closes_is_closed_at_exit(monkeypatch: pytest.Mon
     assert registered == [], "what writes nothing has nothing to lose"
 
 
-@pytest.mark.parametrize("sink", ["console", object(), None])
+@pytest.mark.parametrize("sink", ["console", object(), None, JsonlSink])
 def test_what_is_no_sink_is_refused(sink: Any) -> None:
     with pytest.raises(TypeError, match="a sink must have write"):
         Auditor(sinks=[sink])
@@ -563,3 +563,72 @@ def test_strict_with_a_side_group_does_not_end_in_silence(monkeypatch: pytest.Mo
     monkeypatch.setattr("rlk_audit.auditor.all_reduce", fail)
     with pytest.raises(RuntimeError, match="connection closed"):
         auditor.step(1)
+
+
+# --- mistakes of a first hour -----------------------------------------------------------------------------------------
+
+
+def test_what_no_step_took_is_told_at_the_close(caplog: pytest.LogCaptureFixture) -> None:
+    auditor = Auditor()
+    auditor.update(**ONE)
+    auditor.step(1)
+    auditor.close()
+    assert caplog.messages == []
+    auditor.update(**ONE)
+    auditor.update(**ONE)
+    auditor.close()
+    assert caplog.messages == ["2 micro-batches are lost: no step ended after them"]
+
+
+def test_a_step_after_the_close_is_told_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    auditor = Auditor(sinks=[JsonlSink(tmp_path / "audit.jsonl")])
+    auditor.close()
+    for number in (1, 2):
+        auditor.update(**ONE)
+        auditor.step(number)
+    told = [message for message in caplog.messages if "closed" in message]
+    assert told == ["step 1 and later ones are not written: the audit was closed"]
+
+
+@pytest.mark.parametrize("bounds", [[2, 3], [0, 3, 2], [1, 5]])
+def test_bounds_that_are_no_sums_of_lengths_are_refused(bounds: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    batch = TokenBatch.from_packed([-1.0] * 5, [-1.0] * 5, [1] * 5, cu_seqlens=bounds)
+    assert observe(batch).warnings["update_failed"] == 1
+    assert "cu_seqlens must begin with 0 and never fall, as sums of lengths do" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("update", "told"),
+    [
+        ({"labels": {"engine": ["e0"]}}, "label engine must be integers in one array, got ['e0']"),
+        ({"train_log_probs": [[-1.0], [-1.0, -2.0]]}, "samples of unequal lengths go through TokenBatch.from_lists"),
+        ({"train_log_probs": [torch.zeros(1), torch.zeros(2)]}, "got tensors of different shapes; samples of unequal"),
+    ],
+)
+def test_a_mistake_is_told_with_its_name(update: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert observe({**ONE, **update}, config=AuditConfig(breakdowns={"engine": 2})).warnings["update_failed"] == 1
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "told"),
+    [
+        ([-1.0, -2.0], [-1.0, -2.0], "train_log_probs must be one list a sample, got -1.0 for the first sample"),
+        ([[-1.0, -2.0]], [[(-1.0, 7, None), (-2.0, 8, None)]], "rollout_log_probs must be one number or None a token"),
+    ],
+)
+def test_lists_of_another_kind_are_told(train: Any, rollout: Any, told: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A flat list; and tuples of a log-probability, an id and a text, as SGLang gives them."""
+    assert observe(TokenBatch.from_lists(train, rollout)).warnings["update_failed"] == 1
+    assert told in caplog.text
+
+
+def test_tensors_in_a_list_are_rows() -> None:
+    rows = {"train_log_probs": [torch.tensor([-1.5, -1.0])] * 2, "rollout_log_probs": torch.full((2, 2), -1.0)}
+    assert observe({**rows, "mask": torch.ones(2, 2)}).metrics["compared_token_count"] == 4
+
+
+@pytest.mark.parametrize("number", ["1", 1.0, None])
+def test_a_step_s_number_is_named(number: Any) -> None:
+    with pytest.raises(TypeError, match="step must be an integer, got"):
+        Auditor().step(number)
