@@ -119,6 +119,8 @@ class Auditor:
         )
         self._judge = Judge(self.config)
         self.collector = None if self.config.mode == "off" else Collector(self.config, device)
+        # Who writes was decided by the place in the group, if nobody said so.
+        self._place = group_place(group) if writer is None else None
         writes = group_place(group)[0] == 0 if writer is None else writer
         if self.collector is not None:
             mark_agreed(self.collector, group, hosts)
@@ -252,6 +254,11 @@ class Auditor:
         self._last_step = values["last_step"]
 
     def _reduce(self, collector: Collector, step: int) -> StepReport | None:
+        if self._place is not None and group_place(self.group) != self._place:
+            raise RuntimeError(
+                f"the auditor was made for rank {self._place[0]} of {self._place[1]}, and this is rank "
+                f"{group_place(self.group)[0]} of {group_place(self.group)[1]}: make it after init_process_group"
+            )
         if self._evidence is not None:
             self._evidence.seal(step)
         started = (step, all_reduce(collector, self.group, async_op=True))

@@ -632,3 +632,12 @@ def test_tensors_in_a_list_are_rows() -> None:
 def test_a_step_s_number_is_named(number: Any) -> None:
     with pytest.raises(TypeError, match="step must be an integer, got"):
         Auditor().step(number)
+
+
+def test_an_auditor_made_before_the_process_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: two ranks that both think they are the one that writes."""
+    auditor = Auditor()
+    auditor.update(**ONE)
+    monkeypatch.setattr("rlk_audit.auditor.group_place", lambda group: (1, 2))
+    with pytest.raises(RuntimeError, match="made for rank 0 of 1, and this is rank 1 of 2: make it after init_process"):
+        auditor.step(1)
