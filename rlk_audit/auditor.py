@@ -119,8 +119,7 @@ class Auditor:
         )
         self._judge = Judge(self.config)
         self.collector = None if self.config.mode == "off" else Collector(self.config, device)
-        # Who writes was decided by the place in the group, if nobody said so.
-        self._place = group_place(group) if writer is None else None
+        self._made_alone = writer is None and group_place(group)[1] == 1
         writes = group_place(group)[0] == 0 if writer is None else writer
         if self.collector is not None:
             mark_agreed(self.collector, group, hosts)
@@ -254,10 +253,10 @@ class Auditor:
         self._last_step = values["last_step"]
 
     def _reduce(self, collector: Collector, step: int) -> StepReport | None:
-        if self._place is not None and group_place(self.group) != self._place:
+        if self._made_alone and group_place(self.group)[1] > 1:
             raise RuntimeError(
-                f"the auditor was made for rank {self._place[0]} of {self._place[1]}, and this is rank "
-                f"{group_place(self.group)[0]} of {group_place(self.group)[1]}: make it after init_process_group"
+                "the auditor was made before the process group, so every rank would write: make it after "
+                "init_process_group"
             )
         if self._evidence is not None:
             self._evidence.seal(step)
