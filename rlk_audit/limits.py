@@ -13,7 +13,7 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlk_audit.config import AuditConfig, Bound
 from rlk_audit.finding import NOTHING_TO_CHECK
@@ -228,6 +228,8 @@ def _refuse_unknown_metrics(limits: tuple[Limit, ...], config: AuditConfig) -> N
         if limit.metric not in known:
             near = difflib.get_close_matches(limit.metric, known, 3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
+            if limit.metric in metric_names(replace(config, samples_per_step=1)):
+                hint = "; it needs the table of samples: set samples_per_step"
             raise ValueError(f"a limit names the metric {limit.metric!r}, which is not computed{hint}")
 
 

@@ -153,6 +153,8 @@ def _prepare(
     config = _of_forward(settings.config, forward)
     reduction_group = group or (groups.dp_cp if settings.cp_sharded else groups.dp)
     built = tuple(sinks)
+    if config.mode == "off" and config.limits and _is_writer():
+        logger.warning("the audit is off, so its limits bound nothing: set the mode to audit or strict")
     if config.mode != "off":
         # Also on a stage that reduces nothing, whose groups are as large: it must not go on alone.
         failure = set_up_failure(config, reduction_group)

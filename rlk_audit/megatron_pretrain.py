@@ -70,7 +70,7 @@ class PretrainAudit:
             TypeError: the function is not the ``pretrain`` of a Megatron-LM.
         """
         signature = inspect.signature(pretrain)
-        loop = inspect.unwrap(pretrain).__globals__
+        loop: dict[str, Any] = getattr(inspect.unwrap(pretrain), "__globals__", {})
         missing = [name for name in _HOOKED if name not in loop]
         if missing or "forward_step_func" not in signature.parameters:
             raise TypeError(

@@ -262,6 +262,8 @@ def resolve_settings(
     given = _given(args, os.environ if environ is None else environ)
     read = {name: _checked(name, value, where) for name, (value, where) in given.items()}
     base = AuditConfig(mode="off") if config is None else config
+    if not isinstance(base, AuditConfig):
+        raise TypeError(f"config must be an AuditConfig, got {type(base).__name__}; see AuditConfig.from_dict")
     try:
         merged = dataclasses.replace(base, **{name: read[name] for name in read.keys() & _AUDIT_FIELDS})
     except ValueError as error:

@@ -641,3 +641,21 @@ def test_an_auditor_made_before_the_process_group_is_told(monkeypatch: pytest.Mo
     monkeypatch.setattr("rlk_audit.auditor.group_place", lambda group: (1, 2))
     with pytest.raises(RuntimeError, match="made before the process group, so every rank would write: make it after"):
         auditor.step(1)
+
+
+def test_limits_of_an_audit_that_is_off_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    register(config=AuditConfig(mode="off", limits={"abs_dlogp_max": 0.1}))
+    assert caplog.messages == ["the audit is off, so its limits bound nothing: set the mode to audit or strict"]
+    caplog.clear()
+    register(config=AuditConfig(mode="off"))
+    assert caplog.messages == []
+
+
+def test_a_configuration_is_no_dict() -> None:
+    with pytest.raises(TypeError, match="config must be an AuditConfig, got dict"):
+        register(config={"mode": "audit"})
+
+
+def test_a_limit_on_samples_says_what_it_needs() -> None:
+    with pytest.raises(ValueError, match="'seq_ess0', which is not computed; it needs the table of samples"):
+        Judge(AuditConfig(limits={"seq_ess0": 0.9}))

@@ -225,6 +225,8 @@ def test_another_function_is_refused() -> None:
         PretrainAudit().wrap_pretrain(other_pretrain)
     with pytest.raises(TypeError, match="lacks the parameter forward_step_func"):
         PretrainAudit().wrap_pretrain(loop.parse_and_validate_args)
+    with pytest.raises(TypeError, match="lacks train, train_step"):
+        PretrainAudit().wrap_pretrain(print)
 
 
 def test_the_report_says_which_forward_it_is(training: Training, kept: Kept) -> None:
