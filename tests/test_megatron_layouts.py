@@ -4,6 +4,7 @@ tokens of all ranks, and the training is bitwise the one without the audit."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -347,6 +348,7 @@ def assert_labels_figures(run: SimpleNamespace, form: str, step: int) -> None:
 def assert_same_training(run: SimpleNamespace, form: str) -> None:
     off, audited = (json.loads((run.out / form / mode / "run.json").read_text()) for mode in ("off", "audit"))
     assert len(off["losses"]) >= len(STEPS)
+    assert all(map(math.isfinite, off["losses"]))  # two runs of NaN would be equal whatever they had computed
     assert off == audited
 
 
