@@ -11,7 +11,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +44,6 @@ FORMS = ("sum", "sum_by_microbatch", "mean", "observed")
 STRICT_LIMIT = 0.1
 """On the 99th percentile of abs(dlogp): far above what bfloat16 does, far below what a stale engine does."""
 TIMEOUT = 240
-MEGATRON_CORE = tuple(map(int, metadata.version("megatron-core").split(".")[:2]))
 
 
 @dataclass(frozen=True)
@@ -146,9 +144,6 @@ def under_torchrun(ranks: int, out: Path, *arguments: Any) -> None:
 def run(request: pytest.FixtureRequest, jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The example, audited and recorded, at a layout."""
     layout = LAYOUTS[request.param]
-    if "--cp" in layout.arguments and MEGATRON_CORE < (0, 13):
-        # It counts the tokens of a step without the context-parallel ranks, so that their weights part.
-        pytest.skip("before 0.13 megatron-core trains no equal replicas with a loss per token and context parallelism")
     out = tmp_path_factory.mktemp(request.param) / "audit"
     arguments = [*layout.arguments.split(), *SMALL, "--rlk-consistency-mode", "audit", "--record", out / "record"]
     if layout.torchrun:
