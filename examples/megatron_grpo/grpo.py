@@ -52,6 +52,7 @@ def build_batch(rollouts: list[Rollout], sample_advantages: list[float] | None =
 
 def micro_batches(batch: dict[str, Tensor], size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """This rank's share: its block of the samples (data parallel), its chunks of the sequence (context parallel)."""
+    # Without the group, releases from 0.18 on cut over all ranks.
     group = parallel_state.get_context_parallel_group()
     options = known(get_batch_on_this_cp_rank, is_hybrid_cp=False, cp_group=group)
     share = len(batch["tokens"]) // parallel_state.get_data_parallel_world_size()

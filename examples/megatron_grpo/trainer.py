@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,7 +24,11 @@ LossFunc = Callable[[dict[str, Tensor], Tensor], tuple[Any, ...]]
 def token_sum(loss: Tensor, micro: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """What megatron-core's schedule expects with a per-token loss: a sum, its number of tokens, a report."""
     tokens = micro["mask"].sum()
-    return loss, tokens.int(), {"loss": torch.stack([loss.detach(), tokens])}
+    divisor = tokens.int()
+    if megatron.core.__version__.startswith("0.12."):
+        # This release adds the tokens up over data-parallel ranks alone and leaves context-parallel ones to the loss.
+        dist.all_reduce(divisor, group=parallel_state.get_context_parallel_group())
+    return loss, divisor, {"loss": torch.stack([loss.detach(), tokens])}
 
 
 def supervised_loss(micro: dict[str, Tensor], output: Tensor) -> tuple[Any, ...]:
