@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -301,15 +302,23 @@ def test_a_report_alone_tells_what_it_can() -> None:
 # --- recordings -----------------------------------------------------------------------------------------------------
 
 
+HELD_OUT = ("s21", "s23", "vllm31_processed")
+
+
 @pytest.fixture(scope="module")
 def study():
     sys.path.insert(0, str(STUDY))
+    import faults
     import recordings
 
-    import faults
-
-    yield faults, {r.name: r for r in map(recordings.read, sorted((STUDY / "pairs" / "held_out").glob("*1[26].npz")))}
+    yield faults, {name: recordings.read(STUDY / "pairs" / "held_out" / f"{name}.npz") for name in HELD_OUT}
     sys.path.remove(str(STUDY))
+
+
+def test_a_tuning_process_cannot_open_held_out_recordings() -> None:
+    script = "import recordings; recordings.forbid_held_out(); recordings.recordings('held_out')"
+    result = subprocess.run([sys.executable, "-c", script], cwd=STUDY, capture_output=True, text=True, timeout=120)
+    assert "PermissionError: thresholds are tuned without held-out recordings" in result.stderr
 
 
 def test_planted_faults_of_held_out_recordings_come_first(study) -> None:

@@ -174,6 +174,6 @@ def test_a_run_ends_by_naming_its_fault(fault, code, tmp_path):
 
 
 def test_every_fault_has_its_cause(monkeypatch):
-    import faults
+    import planted_faults
 
-    assert set(PLANTED) == {"none", *faults.FAULTS}
+    assert set(PLANTED) == {"none", *planted_faults.FAULTS}

@@ -207,6 +207,8 @@ def row_order(random: Random, run: Run) -> None:
         order = np.roll(order, int(random.integers(1, len(run))))
     else:  # the samples were sorted by length on one side
         order = np.argsort([len(sample["rollout"]) for sample in run], kind="stable")
+    if (order == np.arange(len(run))).all():  # all of one length
+        order = np.roll(order, 1)
     columns = [run[i]["rollout"] for i in order]
     for sample, column in zip(run, columns, strict=True):
         sample["rollout"] = np.resize(column, len(sample["rollout"])).copy()

@@ -64,9 +64,6 @@ SETTINGS = {
     23: Setting("held_out", 768, 96, 4, 72, 64, 500),
     24: Setting("held_out", 3072, 96, 2, 72, 48, 400),
     25: Setting("held_out", 8192, 64, 2, 64, 48, 350),
-    26: Setting("held_out", 320, 128, 3, 96, 32, 500),
-    27: Setting("held_out", 1536, 64, 3, 64, 56, 500),
-    28: Setting("held_out", 96, 64, 4, 40, 160, 600),
 }
 
 

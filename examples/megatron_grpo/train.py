@@ -21,9 +21,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 import cpu_backend
-import faults
 import grpo
 import model
+import planted_faults
 from console import Console
 from recorder import Recorder
 from rlk_audit import AuditConfig
@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--lr", type=float, default=3e-4)
     run.add_argument("--seed", type=int, default=1)
     run.add_argument("--engine", choices=("hf", "vllm", "recorded"), default="hf")
-    run.add_argument("--fault", choices=("none", *faults.FAULTS), default="none", help="see faults.py")
+    run.add_argument("--fault", choices=("none", *planted_faults.FAULTS), default="none", help="see planted_faults.py")
     run.add_argument("--fault-step", type=int, default=1, help="first step that has the fault")
     run.add_argument("--out", type=Path, default=Path("out"), help="folder of audit.jsonl and run.json")
     run.add_argument("--record", type=Path, default=None, help="folder for each rank's observed tokens")
@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.experts and args.engine != "recorded":
         parser.error("a mixture of experts is not exported: use --engine recorded")
-    if args.engine == "recorded" and args.fault in faults.IN_ENGINES:
+    if args.engine == "recorded" and args.fault in planted_faults.IN_ENGINES:
         parser.error("--engine recorded has no engine with weights and a temperature")
     if args.engine != "hf" and args.fault == "temperature":
         parser.error("--fault temperature needs --engine hf")
@@ -200,7 +200,7 @@ def train(args: argparse.Namespace) -> None:
     for step in range(1, args.steps + 1):
         if isinstance(pool, EnginePool):
             hand_over_weights(trainer, pool, step)
-        rollouts = faults.plant(args, step, pool.generate(step))
+        rollouts = planted_faults.plant(args, step, pool.generate(step))
         # Before the update: what the engines sampled is compared with the weights that they were given.
         tokens = token_table(rollouts, trainer.score(rollouts)) if step == args.steps and audit_runs else None
         losses.append(trainer.train(schedule, step_func, grpo.build_batch(rollouts, grpo.advantages(rollouts))))
