@@ -22,7 +22,7 @@ from sink_reports import files_of_at_most, lines_of, report, run
 
 from rlk_audit import AuditConfig, StepReport
 from rlk_audit.sinks import JsonlSink, MlflowSink, TensorBoardSink, WandbSink, build_sinks
-from rlk_audit.sinks.base import worst_table
+from rlk_audit.sinks.base import findings_table, worst_table
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
@@ -260,13 +260,20 @@ def test_wandb_holds_the_numbers_of_the_jsonl(tmp_path: Path, wandb: Any) -> Non
         json.loads(path.read_text())
         for path in sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/**/*.json"))
     ]
-    assert sorted(table["data"] for table in tables) == sorted(worst_table(reports[place])[1] for place in (0, 2))
-    assert tables[0]["columns"] == worst_table(reports[0])[0]
+    failed = [report for report in reports if report.findings]
+    assert [report.verdict.passed for report in failed] == [False] * len(failed) and failed
+    told = [findings_table(report) for report in failed]
+    made = [worst_table(reports[place]) for place in (0, 2)] + told
+    found = sorted(((table["columns"], table["data"]) for table in tables), key=str)
+    assert found == sorted(((columns, rows) for columns, rows in made), key=str)
+
+
+MEDIA = ("dlogp_histogram", "worst_tokens", "findings")
 
 
 def assert_no_more_wandb_keys(row: dict[str, Any], values: dict[str, float]) -> None:
     ours = {key for key in row if key.startswith("rlk_audit/")}
-    media = {key for key in ours if key.startswith(("rlk_audit/dlogp_histogram/", "rlk_audit/worst_tokens/"))}
+    media = {key for key in ours if key.startswith(tuple(f"rlk_audit/{name}/" for name in MEDIA))}
     assert ours - media == values.keys() | {"rlk_audit/step"}
 
 
@@ -337,6 +344,13 @@ def test_mlflow_holds_the_numbers_of_the_jsonl(tmp_path: Path, mlflow: Any) -> N
     rows = [row for place in (0, 2) for row in worst_table(reports[place])[1]]
     # MLflow keeps 10 decimals in a table.
     assert [pytest.approx(row) for row in rows] == table["data"]
+    path = client.download_artifacts(sink.run_id, "rlk_audit/findings.json", str(tmp_path))
+    told = json.loads(Path(path).read_text())
+    rows = [row for audited in reports for row in findings_table(audited)[1]]
+    assert (
+        rows
+        and [[pytest.approx(cell) if isinstance(cell, float) else cell for cell in row] for row in rows] == told["data"]
+    )
 
 
 def test_an_mlflow_run_that_exists_is_used_and_left_open(tmp_path: Path, mlflow: Any) -> None:
