@@ -71,6 +71,7 @@ def test_ten_thousand_steps(lag: int, tmp_path: Path, caplog: pytest.LogCaptureF
     for report in reports:
         # The relative limit has no verdict before it has a history.
         del report["verdict"]["limits"][0]
+        del report["findings"]  # of every hundredth step
     assert reports[0] == reports[1] == reports[2]
     texts = [path.read_text() for path in tmp_path.glob("audit*.jsonl")]
     lines = [json.loads(line) for text in texts for line in text.splitlines()]
