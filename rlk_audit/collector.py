@@ -15,9 +15,10 @@ from rlk_audit import breakdowns, samples
 from rlk_audit.config import AuditConfig
 from rlk_audit.layout import COUNTER_INDEX, FLAGS, StateLayout, label_column
 from rlk_audit.measure import FlatTokens, measure
+from rlk_audit.ragged import to_float_and_missing
 from rlk_audit.report import StepReport
 from rlk_audit.state import State
-from rlk_audit.tokens import PerToken, TokenBatch, Values, to_float_and_missing
+from rlk_audit.tokens import PerToken, TokenBatch, Values
 from rlk_audit.worst import abs_dlogp_of_rows, select_worst
 
 logger = logging.getLogger(__name__)

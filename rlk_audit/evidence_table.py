@@ -15,7 +15,8 @@ from torch import Tensor
 from rlk_audit.config import AuditConfig
 from rlk_audit.layout import COUNTER_INDEX
 from rlk_audit.measure import FlatTokens, classify
-from rlk_audit.tokens import TokenBatch, to_float_and_missing
+from rlk_audit.ragged import to_float_and_missing
+from rlk_audit.tokens import TokenBatch
 from rlk_audit.worst import NO_TOKEN
 
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from rlk_audit.places import Shard, locate, per_sample
+from rlk_audit.ragged import Values as Values
+from rlk_audit.ragged import active_count, join, join_rollout, known_id, refusal_of, to_float_and_missing
 
-NDArray = np.ndarray[Any, Any]
-Values = Tensor | NDArray | Sequence[Any]
 PerToken = Values | int | None
 
 _INDEX_SCORES = ("token", "next_token")
@@ -411,31 +411,6 @@ def _shown(sample_index: PerToken) -> str:
 # --- ragged lists ---------------------------------------------------------------------------------------------------
 
 
-def to_float_and_missing(values: Values) -> tuple[Tensor, Tensor | None]:
-    """Return (float tensor, where a value was ``None``) of an array or a list; the second is None where none was.
-
-    Raises:
-        ValueError: the list is ragged or holds something other than numbers and None.
-    """
-    if isinstance(values, Tensor):
-        return values, None
-    if isinstance(values, np.ndarray) and values.dtype != object:
-        return torch.as_tensor(values), None
-    if any(isinstance(value, Tensor) for value in values):
-        if len({getattr(value, "shape", None) for value in values}) > 1:
-            raise ValueError("log-probabilities must be in equal rows, got tensors of different shapes")
-        return torch.stack(list(values)), None
-    try:
-        array = np.asarray(values, dtype=object if isinstance(values, np.ndarray) else None)
-        if array.dtype != object:  # a list of whole numbers is meant as log-probabilities all the same
-            return torch.as_tensor(array.astype(np.float64) if array.dtype.kind in "iu" else array), None
-        missing = array == np.array(None)
-        numbers = np.where(missing, 0.0, array).astype(np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"log-probabilities must be numbers or None in equal rows ({error})") from error
-    return torch.from_numpy(numbers), torch.from_numpy(missing.astype(bool)) if missing.any() else None
-
-
 def _join_samples(
     train: Sequence[Values],
     columns: Mapping[str, Sequence[Any] | None],
@@ -453,15 +428,15 @@ def _join_samples(
         if len(set(lengths.values())) == 1:
             kept.append(i)
             continue
-        refused_active += _active_count(given["mask"][i]) if "mask" in given else len(values)
+        refused_active += active_count(given["mask"][i]) if "mask" in given else len(values)
         refused_total += lengths.get("mask", len(values))
-        refusal = refusal or _refusal(i, lengths, per_sample.get("sample_index"))
-    rollout, missing = _join_rollout(train, given.get("rollout_log_probs"), kept)
+        refusal = refusal or refusal_of(i, lengths, per_sample.get("sample_index"))
+    rollout, missing = join_rollout(train, given.get("rollout_log_probs"), kept)
     lengths_kept = torch.tensor([len(train[i]) for i in kept], dtype=torch.int64)
     total = int(lengths_kept.sum())
 
     def spread(values: Sequence[int | None]) -> Tensor:
-        return torch.tensor([_id(values[i]) for i in kept], dtype=torch.int64).repeat_interleave(lengths_kept)
+        return torch.tensor([known_id(values[i]) for i in kept], dtype=torch.int64).repeat_interleave(lengths_kept)
 
     scores = [to_float_and_missing(train[i]) for i in kept]
     if any(absent is not None for _, absent in scores):
@@ -470,17 +445,17 @@ def _join_samples(
     ids: dict[str, Any] = {name: spread(values) for name, values in per_sample.items() if values is not None}
     for name in _TOKEN_COLUMNS:
         if name in given:
-            ids[name] = _join([torch.as_tensor(given[name][i]) for i in kept])
+            ids[name] = join([torch.as_tensor(given[name][i]) for i in kept])
     return TokenBatch(
-        _join([values for values, _ in scores]),
+        join([values for values, _ in scores]),
         rollout,
-        _join([torch.as_tensor(given["mask"][i]) != 0 for i in kept]) if "mask" in given else torch.ones(total),
+        join([torch.as_tensor(given["mask"][i]) != 0 for i in kept]) if "mask" in given else torch.ones(total),
         valid=torch.ones(total, dtype=torch.bool),
         rollout_missing=missing,
-        token_position=_join([torch.arange(len(train[i])) for i in kept]),
+        token_position=join([torch.arange(len(train[i])) for i in kept]),
         labels={name: spread(codes) for name, codes in labels.items()},
         **ids,
-        whole_slots=None if slots is None else torch.tensor([_id(slots[i]) for i in kept], dtype=torch.int64),
+        whole_slots=None if slots is None else torch.tensor([known_id(slots[i]) for i in kept], dtype=torch.int64),
         refused_samples=len(train) - len(kept),
         refused_active=refused_active,
         refused_total=refused_total,
@@ -489,47 +464,3 @@ def _join_samples(
 
 
 _TOKEN_COLUMNS = ("token_ids", "rollout_token_ids")
-
-
-def _join_rollout(
-    train: Sequence[Values], rollout: Sequence[Any] | None, kept: list[int]
-) -> tuple[Tensor | None, Tensor | None]:
-    if rollout is None:
-        return None, None
-    values, missing = [], []
-    for i in kept:
-        length = len(train[i])
-        if rollout[i] is None:
-            sample, absent = torch.zeros(length), torch.ones(length, dtype=torch.bool)
-        else:
-            sample, none_here = to_float_and_missing(rollout[i])
-            if sample.dim() != 1:
-                raise ValueError(
-                    f"rollout_log_probs must be one number or None a token, got the shape {tuple(sample.shape)} for "
-                    f"sample {i}"
-                )
-            absent = torch.zeros(length, dtype=torch.bool) if none_here is None else none_here
-        values.append(sample)
-        missing.append(absent)
-    return _join(values), _join(missing)
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    """Join 1-D tensors; the widest dtype wins, an empty Python list (float32) never widens the others."""
-    filled = [part for part in parts if part.numel()]
-    return torch.cat(filled) if filled else torch.zeros(0)
-
-
-def _id(value: int | None) -> int:
-    """Return an id; None is an unknown one."""
-    return -1 if value is None else int(value)
-
-
-def _active_count(mask: Values) -> int:
-    return int((torch.as_tensor(mask) != 0).sum())
-
-
-def _refusal(place: int, lengths: Mapping[str, int], sample_index: Sequence[int | None] | None) -> str:
-    told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-    named = f"sample {place} of the batch" if sample_index is None else f"sample_index {sample_index[place]}"
-    return f"{named} is refused: its arrays must have one length, got {told}; keep the tokens that were sampled"

@@ -19,7 +19,7 @@ import rlk_audit
 PACKAGE = Path(rlk_audit.__file__).parent
 
 LEVELS = (
-    ("version", "config", "exact_sum", "places", "verdict", "finding"),
+    ("version", "config", "exact_sum", "places", "ragged", "verdict", "finding"),
     ("sketch", "tokens", "metadata", "contracts", "token_table"),
     ("breakdowns", "samples"),
     ("layout",),

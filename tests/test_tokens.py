@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlk_audit import AuditConfig, Collector, StepReport, TokenBatch
-from rlk_audit.tokens import to_float_and_missing
+from rlk_audit.ragged import to_float_and_missing
 
 
 def array(*shape: int) -> torch.Tensor:

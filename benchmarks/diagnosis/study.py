@@ -13,9 +13,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import faults
 from recordings import Recording, forbid_held_out, recordings
 
-import faults
 from rlk_audit.diagnose import Finding, diagnose
 
 RUNS, HEALTHY_RUNS, PAIR_RUNS = 5, 6, 3
