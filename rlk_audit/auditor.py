@@ -31,19 +31,20 @@ DIAGNOSIS_INTERVAL = 100
 
 
 def close_all(sinks: Sequence[Sink]) -> None:
-    """Close sinks."""
+    """Close sinks, each whatever another does: a log must not end the program."""
     for sink in sinks:
-        sink.close()
+        _close(sink)
 
 
-def set_up_failure(config: AuditConfig, group: Group = None) -> Exception | None:
-    """Return why an auditor of these settings cannot be made in this group, or None; it is the same on every rank."""
-    if config.mode == "off":
-        return None
+def set_up_failure(config: AuditConfig, group: Group = None, sinks: Sequence[Sink] = ()) -> Exception | None:
+    """Return why an auditor cannot be made of these settings and sinks in this group, or None."""
     try:
+        _refuse_odd_sinks(sinks)
+        if config.mode == "off":
+            return None
         Judge(config)
         layout = StateLayout(config, group_place(group)[1])
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return error
     logger.info("the audit reduces %s bytes a step: %s", 8 * layout.length, layout.size_table())
     return None
@@ -51,11 +52,8 @@ def set_up_failure(config: AuditConfig, group: Group = None) -> Exception | None
 
 def _refuse_odd_sinks(sinks: Sequence[Sink]) -> None:
     for sink in sinks:
-        if (
-            isinstance(sink, type)
-            or not callable(getattr(sink, "write", None))
-            or not callable(getattr(sink, "close", None))
-        ):
+        methods = (getattr(sink, name, None) for name in ("write", "close"))
+        if isinstance(sink, type) or not all(map(callable, methods)):
             raise TypeError(
                 f"a sink must have write(report) and close(), got {sink!r}; build_sinks makes sinks of names"
             )
@@ -69,8 +67,7 @@ def _step_number(step: Any) -> int:
         raise TypeError(f"step must be an integer, got {step!r}") from error
 
 
-def _close_anyway(sink: Sink) -> None:
-    """Close a sink; a training that is over must not end with an exception of its log."""
+def _close(sink: Sink) -> None:
     try:
         sink.close()
     except Exception as error:
@@ -109,14 +106,11 @@ class Auditor:
         side_group: bool = False,
         evidence: EvidenceBuffer | None = None,
     ) -> None:
-        _refuse_odd_sinks(sinks)
         self.config = config or AuditConfig()
         self.group = group
-        hosts = (
-            agree_on_layout(self.config, group, failure=set_up_failure(self.config, group))
-            if agreed is None
-            else agreed
-        )
+        hosts = agreed
+        if hosts is None:
+            hosts = agree_on_layout(self.config, group, failure=set_up_failure(self.config, group, sinks))
         self._judge = Judge(self.config)
         self.collector = None if self.config.mode == "off" else Collector(self.config, device)
         self._made_alone = writer is None and group_place(group)[1] == 1
@@ -217,8 +211,7 @@ class Auditor:
                 self._write(total)
             self._closed = self._closed or bool(self._sinks)
             sinks, self._sinks = self._sinks, ()
-            for sink in sinks:
-                _close_anyway(sink)
+            close_all(sinks)
 
     def __enter__(self) -> Auditor:
         return self

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit.config import BUILT_IN_BREAKDOWNS, CONFIDENCE_EDGES, POSITION_BUCKETS
+from rlk_audit.exact_sum import FRACTION_BITS, fixed_point
 from rlk_audit.sketch import bin_index, bins_per_side, magnitude_at, quantile_of_magnitude
 
 UNKNOWN = "unknown"
@@ -24,7 +25,6 @@ UNKNOWN = "unknown"
 GROUPING_POWER = 3
 """Of the coarse sketch: its quantiles are within 5.9 %."""
 QUANTILES = {"abs_dlogp_p50": "0.5", "abs_dlogp_p99": "0.99"}
-FRACTION_BITS = 32
 PART_BITS = 21
 """abs(dlogp) is rounded to steps of 2^-32 nats and added in two parts, the lower one of this many bits.
 
@@ -100,7 +100,7 @@ def add_tokens(rows: Tensor, codes: Tensor, magnitude: Tensor, compared: Tensor,
     buckets = len(rows) // ROW_LENGTH
     row = torch.where((codes >= 0) & (codes < buckets - 1), codes + 1, 0) * ROW_LENGTH
     distance = bin_index(magnitude.float(), GROUPING_POWER) - (bins_per_side(GROUPING_POWER) + 2)
-    fixed = (magnitude * 2.0**FRACTION_BITS).round_().long()
+    fixed = fixed_point(magnitude)
     rows.scatter_add_(0, row + distance, compared.long())
     rows.scatter_add_(0, row + _TAIL, tail.long())
     rows.scatter_add_(0, row + _HIGH, fixed >> PART_BITS)

@@ -24,10 +24,17 @@ SUM_SCALE = 150
 PRODUCT_SCALE = 2 * SUM_SCALE
 """A total of squares or products is ``total_of_...(slots) / 2**PRODUCT_SCALE``."""
 
+FRACTION_BITS = 32
+"""Fixed-point numbers are in steps of 2^-32."""
 _PART_BITS = 24
 _PART_MASK = (1 << _PART_BITS) - 1
 
 Slots = npt.NDArray[np.int64]
+
+
+def fixed_point(values: Tensor) -> Tensor:
+    """Return float64 values, below 2^31 in magnitude, as int64 in steps of 2^-FRACTION_BITS, rounded to even."""
+    return (values * 2.0**FRACTION_BITS).round_().long()
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,8 +35,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; NaN and infinities are None."""
-        values = vars(self) | {"evidence": {name: _plain(value) for name, value in self.evidence.items()}}
-        return {name: _plain(value) for name, value in values.items()}
+        return {name: plain(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:
@@ -53,5 +52,12 @@ class Finding:
             raise ValueError(f"not a finding: {type(error).__name__} {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def plain(value: Any) -> Any:
+    """Return a value as strict JSON has it: NaN and infinities are None, also inside of mappings and sequences."""
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -98,7 +98,7 @@ def register(
         prepared = _prepare(args, config, in_code, forward, resolve_groups(model, pg_collection), group, sinks)
     except Exception as error:  # the other ranks must not wait for this one
         close_all(sinks)
-        agree_on_layout(config, failure=error)
+        agree_on_layout(None, failure=error)
         raise
     settings, config, groups, reduction_group = prepared.settings, prepared.config, prepared.groups, prepared.group
     try:
@@ -155,13 +155,12 @@ def _prepare(
     built = tuple(sinks)
     if config.mode == "off" and config.limits and _is_writer():
         logger.warning("the audit is off, so its limits bound nothing: set the mode to audit or strict")
-    if config.mode != "off":
-        # Also on a stage that reduces nothing, whose groups are as large: it must not go on alone.
-        failure = set_up_failure(config, reduction_group)
-        if failure is not None:
-            raise failure
-        if _is_writer():
-            built = settings.build_sinks(sinks, **_writers_of_the_training())
+    # Also on a stage that reduces nothing, whose groups are as large: it must not go on alone.
+    failure = set_up_failure(config, reduction_group, sinks)
+    if failure is not None:
+        raise failure
+    if config.mode != "off" and _is_writer():
+        built = settings.build_sinks(sinks, **_writers_of_the_training())
     return _Prepared(settings, config, groups, reduction_group, built)
 
 

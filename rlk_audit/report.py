@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlk_audit.breakdowns import UNKNOWN, Bucket, bucket_of_confidence, bucket_of_position
 from rlk_audit.config import TOKEN_CLASSES, AuditConfig
-from rlk_audit.finding import Finding
+from rlk_audit.finding import Finding, plain
 from rlk_audit.layout import ROW_HEADER, StateLayout, label_column
 from rlk_audit.metrics import (
     Histogram,
@@ -262,7 +262,7 @@ class StepReport:
             "verdict": None if self.verdict is None else self.verdict.to_dict(),
             "findings": [finding.to_dict() for finding in self.findings],
         }
-        return {name: _plain(value) for name, value in values.items()}
+        return {name: plain(value) for name, value in values.items()}
 
     def to_json(self) -> str:
         """Return ``to_dict`` as one line of strict JSON."""
@@ -380,16 +380,6 @@ def _worst_metrics(worst: tuple[WorstToken, ...]) -> dict[str, float | int]:
 
 def _drift_first(rank: RankSummary) -> tuple[float, int]:
     return (-rank.abs_dlogp_mean if rank.compared_token_count else math.inf, rank.rank)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _number(value: Any) -> float | int:

@@ -1,7 +1,8 @@
 """The sample table: exact figures of whole samples, wherever ranks and micro-batches cut them apart.
 
 A row a slot, of integers that add up: how often the sample was seen, its active and compared tokens, and the sums of
-dlogp and abs(dlogp) in fixed point. The row behind the last slot takes the active tokens that have no slot.
+dlogp and abs(dlogp) in fixed point, which hold 2 million tokens of a sample at the largest abs(dlogp). The row behind
+the last slot takes the active tokens that have no slot.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-FRACTION_BITS = 32
-"""Sums are of values rounded to steps of 2^-32 nats; a sample may have 2 million tokens at the largest abs(dlogp)."""
+from rlk_audit.exact_sum import FRACTION_BITS, fixed_point
+
 COLUMNS = ("seen", "active", "compared", "dlogp", "abs_dlogp")
 ROW_LENGTH = len(COLUMNS)
 
@@ -69,7 +70,7 @@ def add_tokens(table: Tensor, slot: Tensor, active: Tensor, compared: Tensor, dl
     """
     rows = table.view(-1, ROW_LENGTH)
     place = _places(rows, slot)
-    fixed = (dlogp * 2.0**FRACTION_BITS).round_().long()
+    fixed = fixed_point(dlogp)
     columns = (slot >= 0, active, compared, fixed, fixed.abs())
     rows.scatter_add_(0, place[:, None].expand(-1, ROW_LENGTH), torch.stack([c.long() for c in columns], dim=1))
 
