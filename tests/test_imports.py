@@ -26,7 +26,7 @@ LEVELS = (
     ("worst", "metrics"),
     ("state", "report"),
     ("measure", "run_total", "signatures"),
-    ("collector", "evidence_table", "diagnose"),
+    ("collector", "evidence_table", "diagnose", "dumps", "run_view"),
     ("allreduce", "evidence", "limits", "sinks", "warning_log"),
     ("setting_values", "auditor"),
     ("settings",),

@@ -1,0 +1,79 @@
+"""RunView: a run's reports and what was read of its tokens, as tables, pages and comparisons show them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rlk_audit.finding import Finding
+from rlk_audit.report import StepReport, WorstToken
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A worst token among its neighbours; one entry a token in every tuple, in the order of positions.
+
+    Attributes:
+        step: the step it belongs to; None where unknown.
+        worst: the token itself.
+        positions: in the response.
+        texts: of the tokens, or their ids as text where no tokenizer was given; empty where ids are unknown.
+        train_logp, rollout_logp: nats; NaN where there is none.
+        active: whether the token counts.
+    """
+
+    step: int | None
+    worst: WorstToken
+    positions: tuple[int, ...]
+    texts: tuple[str, ...]
+    train_logp: tuple[float, ...]
+    rollout_logp: tuple[float, ...]
+    active: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Density:
+    """Compared tokens by their two probabilities.
+
+    Attributes:
+        edges: of the bins on both axes, ascending from 0 to 1.
+        counts: int64 [bins, bins], rollout by train.
+    """
+
+    edges: tuple[float, ...]
+    counts: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Causes:
+    """What a diagnosis of tokens found, the same in each of the steps from first to last."""
+
+    first_step: int | None
+    last_step: int | None
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RunView:
+    """A run, or a dump of one.
+
+    Attributes:
+        title: where it comes from.
+        steps: reports of its steps, ascending.
+        total: of all tokens; None where only the steps are known.
+        causes: of the steps in order; empty where no tokens were diagnosed (``StepReport.findings`` may hold some).
+        density, excerpts: of tokens that were read; None and empty for a run's log, which has none.
+        problems: what of the source could not be read, one sentence each.
+        notes: remarks on the source, such as its format and labels that it holds.
+    """
+
+    title: str
+    steps: tuple[StepReport, ...]
+    total: StepReport | None = None
+    causes: tuple[Causes, ...] = ()
+    density: Density | None = None
+    excerpts: tuple[Excerpt, ...] = ()
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
