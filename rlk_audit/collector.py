@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlk_audit import breakdowns, samples
 from rlk_audit.config import AuditConfig
-from rlk_audit.layout import COUNTER_INDEX, FLAGS, StateLayout, label_column
+from rlk_audit.layout import COUNTER_INDEX, FLAGS, ROW_HEADER, StateLayout, label_column
 from rlk_audit.measure import FlatTokens, measure
 from rlk_audit.ragged import to_float_and_missing
 from rlk_audit.report import StepReport
@@ -152,6 +152,22 @@ class Collector:
         with torch.inference_mode(False), torch.no_grad():
             self._state.copy_from(self._state.merged(other._state.to(self.device), self._one_per_sample))
         self._microbatches |= other._microbatches
+
+    def merge_vector(self, vector: Tensor) -> None:
+        """Add what ``pack()`` of a collector of the same settings gave, as when a step is taken up again.
+
+        Raises:
+            ValueError: the vector has another length or dtype, or other settings.
+        """
+        if vector.dtype != torch.int64 or vector.shape != (self.layout.length,):
+            raise ValueError(
+                f"expected an int64 vector of {self.layout.length} entries, got {vector.dtype} {tuple(vector.shape)}"
+            )
+        if int(vector[self.layout.row_slice(0)][ROW_HEADER.index("fingerprint")]) != self.layout.fingerprint:
+            raise ValueError("the vector was packed with other settings; make both from one AuditConfig")
+        with torch.inference_mode(False), torch.no_grad():
+            other = State.of_vector(vector.to(self.device), self.layout)
+            self._state.copy_from(self._state.merged(other, self._one_per_sample))
 
     def pack(self, group_rank: int = 0, group_size: int = 1, rank: int | None = None) -> Tensor:
         """Return the state as an int64 vector; the SUM of all ranks' vectors is the state of the group.

@@ -61,12 +61,26 @@ class Histogram:
     """Counts of signed dlogp in bins, without empty ones at either end.
 
     Attributes:
-        edges: nats, ascending, one more than there are bins; the middle bin holds all below 2^-32 in magnitude.
+        first: number of the first bin among all of them, from the most negative one.
         counts: tokens a bin, which add up to the compared ones.
+
+    Raises:
+        ValueError: there is no such bin.
     """
 
-    edges: tuple[float, ...]
+    first: int
     counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.first + len(self.counts) < len(_HISTOGRAM_EDGES):
+            raise ValueError(
+                f"a histogram has {len(_HISTOGRAM_EDGES) - 1} bins, got {len(self.counts)} from {self.first}"
+            )
+
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """Return nats, ascending, one more than there are bins; the middle bin holds all below 2^-32 in magnitude."""
+        return _HISTOGRAM_EDGES[self.first : self.first + len(self.counts) + 1]
 
 
 @dataclass(frozen=True)
@@ -210,7 +224,7 @@ def dlogp_histogram(totals: Totals) -> Histogram | None:
     counts = np.concatenate([coarse(totals.sketch[:middle][::-1])[::-1], center, coarse(totals.sketch[middle + 1 :])])
     filled = np.flatnonzero(counts)
     first, last = int(filled[0]), int(filled[-1])
-    return Histogram(_HISTOGRAM_EDGES[first : last + 2], tuple(counts[first : last + 1].tolist()))
+    return Histogram(first, tuple(counts[first : last + 1].tolist()))
 
 
 def _quantiles_and_extremes(totals: Totals) -> dict[str, float]:

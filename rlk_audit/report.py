@@ -232,7 +232,7 @@ class StepReport:
         return self._contents.group_size
 
     def histogram(self) -> Histogram | None:
-        """Return the counts of signed dlogp in bins; None where nothing was compared or JSON was read back."""
+        """Return the counts of signed dlogp in bins; None where nothing was compared."""
         return self._contents.histogram
 
     @property
@@ -259,6 +259,7 @@ class StepReport:
             "ranks": [asdict(rank) for rank in self.ranks],
             "breakdowns": {name: [asdict(bucket) for bucket in buckets] for name, buckets in self.breakdowns.items()},
             "samples": [asdict(sample) for sample in self.samples],
+            "histogram": None if (histogram := self.histogram()) is None else asdict(histogram),
             "verdict": None if self.verdict is None else self.verdict.to_dict(),
             "findings": [finding.to_dict() for finding in self.findings],
         }
@@ -286,6 +287,7 @@ class StepReport:
                 {str(n): tuple(_record(Bucket, b) for b in buckets) for n, buckets in values["breakdowns"].items()},
                 tuple(_record(SampleFigures, sample) for sample in values["samples"]),
                 int(values["group_size"]),
+                _histogram(values.get("histogram")),  # logs of earlier versions have none
             )
             report = cls(
                 lambda: contents,
@@ -380,6 +382,10 @@ def _worst_metrics(worst: tuple[WorstToken, ...]) -> dict[str, float | int]:
 
 def _drift_first(rank: RankSummary) -> tuple[float, int]:
     return (-rank.abs_dlogp_mean if rank.compared_token_count else math.inf, rank.rank)
+
+
+def _histogram(values: Mapping[str, Any] | None) -> Histogram | None:
+    return None if values is None else Histogram(int(values["first"]), tuple(map(int, values["counts"])))
 
 
 def _number(value: Any) -> float | int:

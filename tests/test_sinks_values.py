@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import sys
@@ -136,10 +137,16 @@ def test_the_histogram_counts_every_token_in_its_bin(power: int) -> None:
     assert list(histogram.counts) == expected.tolist()
 
 
-def test_without_tokens_or_read_back_there_is_no_histogram() -> None:
+def test_the_histogram_is_read_back_and_without_tokens_there_is_none() -> None:
     assert report(tokens=0).histogram() is None
     assert report().histogram() is not None
-    assert StepReport.from_dict(report().to_dict()).histogram() is None
+    for given in (report(), report(tokens=0)):
+        again = StepReport.from_dict(json.loads(given.to_json())).histogram()
+        assert again == given.histogram()
+    earlier = {name: value for name, value in report().to_dict().items() if name != "histogram"}
+    assert StepReport.from_dict(earlier).histogram() is None
+    with pytest.raises(ValueError, match="a histogram has 385 bins"):
+        StepReport.from_dict(report().to_dict() | {"histogram": {"first": 385, "counts": [1]}})
 
 
 # --- scope and interval -----------------------------------------------------------------------------------------------
