@@ -205,6 +205,19 @@ def replicas_that_differ(collector: Collector | None, group: Group) -> list[int]
     return [rank for value, rank in table if value != table[0][0]]
 
 
+def gather_objects(value: Any, group: Group = None) -> list[Any]:
+    """Collective: every rank of ``group`` must call this. Return every rank's value, in group order.
+
+    Values are pickled: between the processes of one program only.
+    """
+    size = group_place(group)[1]
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def world_group() -> Group:
     """Return the group of all processes; None without a process group."""
     return dist.group.WORLD if is_distributed() else None

@@ -78,8 +78,8 @@ def active_count(mask: Values) -> int:
     return int((torch.as_tensor(mask) != 0).sum())
 
 
-def refusal_of(place: int, lengths: Mapping[str, int], sample_index: Sequence[int | None] | None) -> str:
+def refusal_of(place: int, lengths: Mapping[str, int], sample_index: int | None) -> str:
     """Return the sentence on a sample whose arrays differ in length."""
     told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-    named = f"sample {place} of the batch" if sample_index is None else f"sample_index {sample_index[place]}"
+    named = f"sample {place} of the batch" if sample_index is None else f"sample_index {sample_index}"
     return f"{named} is refused: its arrays must have one length, got {told}; keep the tokens that were sampled"

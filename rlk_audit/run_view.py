@@ -67,6 +67,7 @@ class RunView:
         density, excerpts: of tokens that were read; None and empty for a run's log, which has none.
         problems: what of the source could not be read, one sentence each.
         notes: remarks on the source, such as its format and labels that it holds.
+        sample_means: float64 [samples], mean abs(dlogp) of each sample, by step; None where tokens were not read.
     """
 
     title: str
@@ -77,3 +78,4 @@ class RunView:
     excerpts: tuple[Excerpt, ...] = ()
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    sample_means: npt.NDArray[np.float64] | None = None

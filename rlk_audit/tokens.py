@@ -430,7 +430,8 @@ def _join_samples(
             continue
         refused_active += active_count(given["mask"][i]) if "mask" in given else len(values)
         refused_total += lengths.get("mask", len(values))
-        refusal = refusal or refusal_of(i, lengths, per_sample.get("sample_index"))
+        indices = per_sample.get("sample_index")
+        refusal = refusal or refusal_of(i, lengths, None if indices is None else indices[i])
     rollout, missing = join_rollout(train, given.get("rollout_log_probs"), kept)
     lengths_kept = torch.tensor([len(train[i]) for i in kept], dtype=torch.int64)
     total = int(lengths_kept.sum())

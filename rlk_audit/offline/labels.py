@@ -1,0 +1,137 @@
+"""Labels of a dump: any texts there, and the names under which an audit breaks down by them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rlk_audit.breakdowns import UNKNOWN
+from rlk_audit.config import BUILT_IN_BREAKDOWNS
+from rlk_audit.dumps.sample import DumpSample, Label
+
+MAX_NAMES = 64
+"""Codes of a label; if a dump has more names, those of fewest tokens share the code ``other``."""
+MAX_LABELS = 16
+OTHER = "other"
+_NAME_LENGTH = 64
+_NO_NAME_SIGN = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class LabelCounts:
+    """Counts tokens by the name of each label.
+
+    Attributes:
+        tokens: label -> name -> tokens.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, Counter[str]] = {}
+
+    def add(self, sample: DumpSample) -> None:
+        """Count a sample's tokens."""
+        for name, label in sample.labels.items():
+            counts = self.tokens.setdefault(name, Counter())
+            if isinstance(label, str):
+                counts[label] += len(sample)
+            elif label is not None:
+                counts.update(code for code in label if code is not None)
+
+    def merge(self, other: LabelCounts) -> None:
+        """Add another's counts."""
+        for name, counts in other.tokens.items():
+            self.tokens.setdefault(name, Counter()).update(counts)
+
+
+@dataclass(frozen=True)
+class LabelNames:
+    """A label that an audit breaks down by.
+
+    Attributes:
+        key: in the dump. name: in the report.
+        codes: text in the dump -> code.
+        names: of the codes, in the report.
+    """
+
+    key: str
+    name: str
+    codes: Mapping[str, int]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, key: str, counts: Counter[str]) -> LabelNames:
+        """Name a label's codes, in the natural order of the dump's texts."""
+        kept = sorted(counts, key=lambda text: (-counts[text], _natural(text)))
+        shared = kept[MAX_NAMES - 1 :] if len(kept) > MAX_NAMES else []
+        own = sorted(kept[: len(kept) - len(shared)], key=_natural)
+        codes = {text: code for code, text in enumerate(own)} | dict.fromkeys(shared, len(own))
+        return cls(key, label_name(key), codes, _different(map(_plain_name, own), [OTHER] if shared else []))
+
+    def code(self, label: Label, length: int) -> npt.NDArray[np.int64]:
+        """Return the codes of a sample's tokens (int64 [length]), -1 where unknown."""
+        if label is None or isinstance(label, str):
+            return np.full(length, -1 if label is None else self.codes.get(label, -1), dtype=np.int64)
+        codes = [-1 if text is None else self.codes.get(text, -1) for text in label[:length]]
+        return np.array(codes + [-1] * (length - len(codes)), dtype=np.int64)
+
+
+def label_name(key: str) -> str:
+    """Return the name in reports of a label of a dump."""
+    name = _plain_name(key)
+    return name if name[0].isalpha() and name not in BUILT_IN_BREAKDOWNS else f"label_{name}"
+
+
+def choose_labels(counts: LabelCounts, asked: Sequence[str] | None) -> tuple[list[LabelNames], list[str]]:
+    """Return the labels to break down by, and remarks on those left out.
+
+    Args:
+        counts: of the dump.
+        asked: labels that the user asked for; None for all that split the tokens.
+
+    Raises:
+        ValueError: a label asked for is not in the dump.
+    """
+    there = {label_name(key): key for key in sorted(counts.tokens) if counts.tokens[key]}
+    if asked is not None:
+        absent = [name for name in asked if name not in there]
+        if absent:
+            known = ", ".join(there) if there else "none"
+            raise ValueError(f"the dump has no label {', '.join(absent)}; it has {known}")
+        return [LabelNames.of(there[name], counts.tokens[there[name]]) for name in dict.fromkeys(asked)], []
+    remarks = []
+    several = []
+    for name, key in there.items():
+        if len(counts.tokens[key]) > 1:
+            several.append(LabelNames.of(key, counts.tokens[key]))
+        else:
+            remarks.append(f"{name} is {_plain_name(next(iter(counts.tokens[key])))} wherever it is known")
+    if len(several) > MAX_LABELS:
+        left_out = ", ".join(label.name for label in several[MAX_LABELS:])
+        remarks.append(f"not broken down by {left_out}: at most {MAX_LABELS} labels, or those asked for by name")
+    return several[:MAX_LABELS], remarks
+
+
+def _plain_name(text: str) -> str:
+    return _NO_NAME_SIGN.sub("_", text)[:_NAME_LENGTH] or "_"
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Return a sort key under which ``e10`` follows ``e9``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", text)]
+
+
+def _different(names: Iterable[str], reserved: Sequence[str]) -> tuple[str, ...]:
+    """Return names with a number behind those that an earlier one has already; the reserved come last."""
+    taken = {UNKNOWN, *reserved}
+    chosen = []
+    for name in names:
+        number, free = 2, name
+        while free in taken:
+            free, number = f"{name}_{number}", number + 1
+        taken.add(free)
+        chosen.append(free)
+    return (*chosen, *reserved)

@@ -1,0 +1,153 @@
+"""What a first reading of a dump finds: its steps, samples, tokens and labels, so that the second can be measured out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rlk_audit.config import AUTO, AuditConfig
+from rlk_audit.dumps import files
+from rlk_audit.dumps.sample import DumpError, DumpPart, DumpSample, Problem, ReadOptions
+from rlk_audit.offline.labels import LabelCounts, LabelNames, choose_labels
+
+Step = int | None
+Progress = Callable[[str, int, int], None]
+"""Takes (what is done, how much of it, of how much)."""
+
+MAX_SAMPLES = 1 << 16
+"""Samples of a step whose figures are kept; of larger steps none are."""
+MAX_STATE_BYTES = 1 << 28
+WORST_K = 10
+
+
+@dataclass
+class PartScan:
+    """What a part of a dump holds.
+
+    Attributes:
+        samples, tokens: by step.
+        labels: tokens by the names of each label.
+    """
+
+    samples: Counter[Step] = field(default_factory=Counter)
+    tokens: Counter[Step] = field(default_factory=Counter)
+    labels: LabelCounts = field(default_factory=LabelCounts)
+
+
+@dataclass
+class Reading:
+    """How parts are read and what was wrong with them.
+
+    Attributes:
+        options: how files may be read.
+        problems: what was left out.
+    """
+
+    options: ReadOptions
+    problems: list[Problem] = field(default_factory=list)
+
+    def tell(self, path: Path, message: str) -> None:
+        """Note what is left out while the rest is read."""
+        self.problems.append(Problem(path, message))
+
+    def samples(self, part: DumpPart) -> Iterator[tuple[Step, DumpSample]]:
+        """Yield a part's samples with their steps; what cannot be read ends it with a problem."""
+        without_train = 0
+        try:
+            for sample in files.read(part, self.options, self.tell):
+                if sample.train_log_probs is None:
+                    without_train += 1
+                else:
+                    yield part.step if sample.step is None else sample.step, sample
+        except DumpError as error:
+            self.tell(part.paths[0], str(error))
+        if without_train:
+            self.tell(part.paths[0], f"{without_train} samples are left out: they have no train log-probabilities")
+
+
+def scan(part: DumpPart, reading: Reading) -> PartScan:
+    """Read a part and count what it holds."""
+    found = PartScan()
+    for step, sample in reading.samples(part):
+        found.samples[step] += 1
+        found.tokens[step] += len(sample)
+        found.labels.add(sample)
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a dump is to be audited, the same on every rank.
+
+    Attributes:
+        parts, scans: of the whole dump, in order.
+        steps: ascending; None, for samples without one, comes first.
+        labels: that it is broken down by.
+        config: of the audit.
+        notes: remarks.
+    """
+
+    parts: tuple[DumpPart, ...]
+    scans: tuple[PartScan, ...]
+    steps: tuple[Step, ...]
+    labels: tuple[LabelNames, ...]
+    config: AuditConfig
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[DumpPart], scans: Sequence[PartScan], config: AuditConfig, asked: Sequence[str] | None
+    ) -> Plan:
+        """Plan the audit of scanned parts.
+
+        Args:
+            parts, scans: in order.
+            config: the user's limits and intervals; breakdowns and the table of samples are added.
+            asked: labels to break down by; None for all that split the tokens.
+
+        Raises:
+            ValueError: a label asked for is not in the dump.
+        """
+        counts = LabelCounts()
+        samples: Counter[Step] = Counter()
+        for found in scans:
+            counts.merge(found.labels)
+            samples.update(found.samples)
+        labels, notes = choose_labels(counts, asked)
+        largest = max(samples.values(), default=0)
+        if largest > MAX_SAMPLES:
+            notes.append(f"without figures of samples: a step has {largest}, more than {MAX_SAMPLES}")
+        config = replace(
+            config,
+            worst_k=WORST_K,
+            breakdowns={"position": AUTO, "confidence": AUTO} | {label.name: label.names for label in labels},
+            samples_per_step=largest if 0 < largest <= MAX_SAMPLES else None,
+            max_state_bytes=MAX_STATE_BYTES,
+        )
+        return cls(tuple(parts), tuple(scans), sort_steps(samples), tuple(labels), config, tuple(notes))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the dump."""
+        return sum(sum(found.tokens.values()) for found in self.scans)
+
+    @property
+    def most_open(self) -> int:
+        """Most steps that a single part holds: so many may be under way at a time."""
+        return max((len(found.samples) for found in self.scans), default=0)
+
+    def first_slots(self) -> list[dict[Step, int]]:
+        """Return, for each part and by step, the number of the first sample that the part adds to the step."""
+        before: Counter[Step] = Counter()
+        slots = []
+        for found in self.scans:
+            slots.append({step: before[step] for step in found.samples})
+            before.update(found.samples)
+        return slots
+
+
+def sort_steps(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """Return steps ascending, None first."""
+    return tuple(sorted(steps, key=lambda step: (step is not None, step or 0)))
