@@ -1,0 +1,351 @@
+"""Dumps of every rank by itself: copies of a data-parallel shard found, and context-parallel pieces put together.
+
+A file holds the columns of its rank's data-parallel shard. Tokens and masks are whole on every rank of it;
+log-probabilities are the rank's own context-parallel piece of them, in the zigzag order, and absent on ranks that are
+not on the last pipeline stage. Tensor-parallel ranks hold copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlk_audit.dumps import columns, torch_file
+from rlk_audit.dumps.faults import Faults, SampleError
+from rlk_audit.dumps.naming import in_order, listed, natural_key, number_in
+from rlk_audit.dumps.sample import Bools, DumpError, DumpPart, DumpSample, Floats, Ints, Label, ReadOptions, Tell
+
+SIDES = ("log_probs", "rollout_log_probs")
+_RANK = re.compile(r"[_/](?:rank[_-]?)?([0-9]+)$")
+_STEP = re.compile(r"([0-9]+)[_/](?:rank[_-]?)?[0-9]+$")
+_MAX_RANKS = 2**20
+_IDENTITY = ("sample_indices", "partition", "total_lengths", "response_lengths", "tokens")
+"""Columns that are equal on all ranks of one data-parallel shard, and on no others."""
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One rank's dump.
+
+    Attributes:
+        cp_rank, cp_size: None where the dump does not tell.
+        data: the columns of the rank's data-parallel shard.
+    """
+
+    path: Path
+    step: int | None
+    rank: int
+    cp_rank: int | None
+    cp_size: int | None
+    qkv_format: str
+    data: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.data["response_lengths"])
+
+
+def rank_parts(format_name: str, paths: Sequence[Path], every_rank: bool, tell: Tell) -> list[DumpPart]:
+    """Group ``<step>_<rank>.pt`` by folder and step, and tell of ranks and steps that are missing.
+
+    Args:
+        every_rank: all ranks write, so that a hole between the ranks is a missing file, not just another step's rank.
+    """
+    groups: dict[tuple[Path, int | None, Path | None], list[Path]] = {}
+    for path in paths:
+        step = number_in(_name(path), _STEP)
+        groups.setdefault((path.parent, step, path if step is None else None), []).append(path)
+    parts = [
+        DumpPart(format_name, tuple(sorted(files, key=natural_key)), step) for (_, step, _), files in groups.items()
+    ]
+    _tell_missing_ranks(parts, every_rank, tell)
+    return in_order(parts, tell)
+
+
+def _tell_missing_ranks(parts: Sequence[DumpPart], every_rank: bool, tell: Tell) -> None:
+    ranks = {part: _ranks(part) for part in parts if part.step is not None}
+    expected: dict[Path, set[int]] = {}
+    for part, found in ranks.items():
+        expected.setdefault(part.paths[0].parent, set()).update(
+            range(max(found, default=-1) + 1) if every_rank else found
+        )
+    for part, found in ranks.items():
+        if missing := expected[part.paths[0].parent] - found:
+            tell(part.paths[0].parent, f"step {part.step} lacks the files of the ranks {listed(missing)}")
+
+
+def _ranks(part: DumpPart) -> set[int]:
+    ranks = {number_in(_name(path), _RANK) for path in part.paths}
+    return {rank for rank in ranks if rank is not None and rank < _MAX_RANKS}
+
+
+def _name(path: Path) -> str:
+    """Return what tells step and rank: ``<step>_<rank>``, or a folder for each step."""
+    return f"{path.parent.name}/{path.stem}"
+
+
+def read_shards(part: DumpPart, options: ReadOptions, tell: Tell, no_train_side: str) -> Iterator[DumpSample]:
+    """Yield the samples of all ranks of a step, each once and whole.
+
+    Raises:
+        DumpError: no file can be read, or none has both sides.
+    """
+    shards: dict[bytes, list[Path]] = {}
+    absent: set[str] = set(SIDES)
+    refusals: list[str] = []
+    for path in part.paths:
+        try:
+            file = _load(path, options)
+            if len(file):
+                shards.setdefault(_identity(file), []).append(path)
+            absent -= {name for name in SIDES if file.data.get(name) is not None}
+        except DumpError as error:
+            refusals.append(str(error))
+            if len(part.paths) > 1:
+                tell(path, str(error))
+    if len(refusals) == len(part.paths):
+        raise DumpError(refusals[0] if len(refusals) == 1 else "none of the files of its ranks can be read")
+    if "log_probs" in absent:
+        raise DumpError(no_train_side)
+    for paths in shards.values():
+        yield from _read_shard([_load(path, options) for path in paths], tell)
+
+
+def _load(path: Path, options: ReadOptions) -> RankFile:
+    content = torch_file.load(path, options)
+    data = content.get("rollout_data") if isinstance(content, dict) else None
+    if not isinstance(data, dict):
+        raise DumpError("the file has no rollout_data, which a rank's dump must have")
+    lengths = {
+        name: len(column)
+        for name, column in data.items()
+        if name in (*SIDES, "tokens", "loss_masks", "total_lengths", "response_lengths") and _is_column(column)
+    }
+    needed = ("tokens", "loss_masks", "total_lengths", "response_lengths")
+    if not set(needed) <= set(lengths) or len(set(lengths.values())) > 1:
+        raise DumpError(f"rollout_data must have one entry a sample in {', '.join(needed)}")
+    try:
+        rank = columns.number(content.get("rank"), "rank")
+        cp_size = columns.number(content.get("cp_size"), "cp_size")
+        if cp_size is not None and not 0 < cp_size <= _MAX_RANKS:
+            raise SampleError("cp_size must be a number of ranks")
+        return RankFile(
+            path,
+            columns.number(content.get("rollout_id"), "rollout_id"),
+            columns.known(number_in(_name(path), _RANK) if rank is None else rank),
+            columns.number(content.get("cp_rank"), "cp_rank"),
+            cp_size,
+            str(content.get("qkv_format") or "thd"),
+            data,
+        )
+    except SampleError as error:
+        raise DumpError(str(error)) from error
+
+
+def _is_column(column: Any) -> bool:
+    return isinstance(column, (list, tuple, np.ndarray, torch.Tensor)) and getattr(column, "ndim", 1) > 0
+
+
+def _identity(file: RankFile) -> bytes:
+    digest = hashlib.sha256()
+    for name in _IDENTITY:
+        column = file.data.get(name)
+        for entry in column if _is_column(column) else ():
+            try:
+                values = columns.integers(entry, name) if _is_column(entry) else [columns.number(entry, name)]
+            except SampleError:
+                values = [None]  # the sample is told when it is read
+            digest.update(f"{name} {len(values)}".encode() + np.asarray(values, dtype=object).astype("U20").tobytes())
+    return digest.digest()
+
+
+def _read_shard(files: list[RankFile], tell: Tell) -> Iterator[DumpSample]:
+    scored = [file for file in files if file.data.get("log_probs") is not None]
+    first = files[0]
+    samples = f"its {len(first)} samples are left out"
+    if not scored:
+        tell(first.path, f"no rank of its data-parallel shard has log_probs: {samples}")
+        return
+    pieces = _by_cp_rank(scored, tell)
+    if pieces is None:
+        tell(first.path, f"which context-parallel rank wrote it is not told by its lengths or its ranks: {samples}")
+        return
+    size = _cp_size(pieces)
+    if missing := set(range(size)) - set(pieces):
+        tell(
+            first.path,
+            f"of its {size} context-parallel ranks the files of {listed(missing)} are missing: {samples}",
+        )
+        return
+    ordered = [pieces[rank] for rank in range(size)]
+    with Faults(ordered[0].path, tell) as faults:
+        for row in range(len(first)):
+            try:
+                yield _sample(ordered, row)
+            except SampleError as error:
+                faults.add(f"sample {row}", str(error))
+
+
+def _cp_size(pieces: Mapping[int, RankFile]) -> int:
+    declared = next(iter(pieces.values())).cp_size
+    return len(pieces) if declared is None else declared
+
+
+def _by_cp_rank(files: Sequence[RankFile], tell: Tell) -> dict[int, RankFile] | None:
+    """Return the file of each context-parallel rank, copies of tensor-parallel ranks dropped; None if unknowable."""
+    pieces: dict[int, RankFile] = {}
+    if all(file.cp_rank is not None and file.cp_size is not None for file in files):
+        if len({file.cp_size for file in files}) > 1 or any(not 0 <= file.cp_rank < file.cp_size for file in files):  # type: ignore[operator]
+            return None
+        for file in files:
+            kept = pieces.setdefault(columns.known(file.cp_rank), file)
+            if _content(kept) != _content(file):
+                tell(file.path, f"its log-probabilities differ from those of rank {kept.rank}, which are taken")
+        return pieces
+    distinct = {_content(file): file for file in sorted(files, key=lambda file: file.rank, reverse=True)}
+    # Megatron numbers context-parallel ranks in the order of global ranks.
+    guess = dict(enumerate(sorted(distinct.values(), key=lambda file: file.rank)))
+    fits = all(
+        _length(file.data["log_probs"][row]) == sum(map(len, spans))
+        for rank, file in guess.items()
+        for row in range(len(file))
+        if (spans := _spans_of(file, row, rank, len(guess))) is not None
+    )
+    return guess if fits else None
+
+
+def _content(file: RankFile) -> bytes:
+    digest = hashlib.sha256()
+    for name in SIDES:
+        column = file.data.get(name)
+        for entry in column if _is_column(column) else ():
+            array = entry.detach().float().numpy() if isinstance(entry, torch.Tensor) else np.asarray(entry, dtype=str)
+            digest.update(str(array.shape).encode() + array.tobytes())
+    return digest.digest()
+
+
+def _length(values: Any) -> int:
+    return len(values) if _is_column(values) else -1
+
+
+# --- one sample -----------------------------------------------------------------------------------------------------
+
+
+def zigzag_spans(total: int, response: int, padded: int, cp_rank: int, cp_size: int) -> tuple[range, range]:
+    """Return the two runs of response tokens that one context-parallel rank holds.
+
+    The sequence, padded to a multiple of 2 * cp_size, is cut into that many chunks; a rank has its own and the one as
+    far from the end. It scores the token behind each of its positions, so that token t belongs to where t - 1 lies.
+
+    Args:
+        total, response: tokens of the sequence and of its response, which is its end.
+        padded: length that the cut is made of: ``total``, or that of the batch's padded rows.
+    """
+    if cp_size == 1:
+        return range(response), range(0)
+    chunk = -(-padded // (2 * cp_size))
+    prompt = total - response
+
+    def span(number: int) -> range:
+        start, stop = max(number * chunk + 1, prompt), min((number + 1) * chunk + 1, total)
+        return range(start - prompt, max(start, stop) - prompt)
+
+    return span(cp_rank), span(2 * cp_size - 1 - cp_rank)
+
+
+def _spans_of(file: RankFile, row: int, cp_rank: int, cp_size: int) -> tuple[range, range] | None:
+    total, response, padded = (
+        _entry(file, name, row) for name in ("total_lengths", "response_lengths", "max_seq_lens")
+    )
+    if total is None or response is None or not 0 <= response <= total:
+        return None
+    return zigzag_spans(total, response, total if file.qkv_format == "thd" else padded or total, cp_rank, cp_size)
+
+
+def _entry(file: RankFile, name: str, row: int) -> int | None:
+    column = file.data.get(name)
+    try:
+        return columns.number(column[row], name) if _is_column(column) and row < len(column) else None  # type: ignore[index,arg-type]
+    except SampleError:
+        return None
+
+
+def _sample(files: Sequence[RankFile], row: int) -> DumpSample:
+    first = files[0]
+    response, total = _entry(first, "response_lengths", row), _entry(first, "total_lengths", row)
+    spans = [_spans_of(file, row, rank, len(files)) for rank, file in enumerate(files)]
+    if response is None or total is None or None in spans:
+        raise SampleError(
+            "its response_lengths and total_lengths must be whole numbers, the first not above the second"
+        )
+    if first.qkv_format != "thd" and len(files) > 1 and _entry(first, "max_seq_lens", row) is None:
+        raise SampleError(f"its pieces in the format {first.qkv_format} cannot be put together without max_seq_lens")
+    train = _joined(files, row, "log_probs", spans, response, columns.train_log_probs)
+    rollout = missing = None
+    if first.data.get("rollout_log_probs") is not None:
+        rollout = _joined(files, row, "rollout_log_probs", spans, response, lambda v, n: columns.log_probs(v, n)[0])
+        missing = _joined(files, row, "rollout_log_probs", spans, response, _missing)
+    tokens = columns.integers(first.data["tokens"][row], "tokens")
+    labels: dict[str, Label] = columns.framework_labels(
+        {name: _row_of(column, row) for name, column in first.data.items() if isinstance(column, (list, tuple))}
+    )
+    return DumpSample(
+        train,
+        rollout,
+        columns.mask(first.data["loss_masks"][row], "loss_masks"),
+        missing if missing is not None and missing.any() else None,
+        step=first.step,
+        sample_index=columns.known(_entry(first, "sample_indices", row)),
+        rollout_id=columns.known(_entry(first, "rollout_ids", row)),
+        prompt_length=total - response,
+        token_ids=tokens[total - response : total],
+        labels={**labels, "rank": _rank_label(files, spans, response)},
+    )
+
+
+def _row_of(column: Sequence[Any], row: int) -> Any:
+    return column[row] if row < len(column) else None
+
+
+def _missing(values: Any, name: str) -> Bools:
+    array, missing = columns.log_probs(values, name)
+    return np.zeros(len(array), dtype=np.bool_) if missing is None else missing
+
+
+def _joined(
+    files: Sequence[RankFile],
+    row: int,
+    name: str,
+    spans: Sequence[tuple[range, range] | None],
+    response: int,
+    read: Callable[[Any, str], Any],
+) -> Any:
+    """Put a column's pieces together; an array that was not cut is kept as it came, whatever its length."""
+    pieces = [read(_row_of(file.data.get(name, ()), row), name) for file in files]
+    if len(pieces) == 1:
+        return pieces[0]
+    if any(len(piece) != sum(map(len, span or ())) for piece, span in zip(pieces, spans, strict=True)):
+        raise SampleError(f"the pieces of its {name} do not have the lengths of context-parallel pieces")
+    whole = np.zeros(response, dtype=np.result_type(*pieces))
+    for piece, span in zip(pieces, spans, strict=True):
+        early, late = span or (range(0), range(0))
+        whole[early.start : early.stop] = piece[: len(early)]
+        whole[late.start : late.stop] = piece[len(early) :]
+    return whole
+
+
+def _rank_label(files: Sequence[RankFile], spans: Sequence[tuple[range, range] | None], response: int) -> Label:
+    """Return the rank that wrote the sample, or of each token where several did."""
+    if len(files) == 1:
+        return str(files[0].rank)
+    ranks = [str(files[0].rank)] * response
+    for file, span in zip(files, spans, strict=True):
+        for token in (token for run in span or () for token in run):
+            ranks[token] = str(file.rank)
+    return ranks
