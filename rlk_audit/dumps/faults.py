@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from rlk_audit.dumps.bounds import MAX_KINDS, TOLD_PER_KIND
-from rlk_audit.dumps.sample import Tell
+from rlk_audit.dumps.sample import DumpSample, Tell
+
+Record = TypeVar("Record")
 
 
 class SampleError(ValueError):
@@ -29,6 +33,22 @@ class Faults:
         self._counts[message] += 1
         if self._counts[message] <= TOLD_PER_KIND:
             self._tell(self.path, f"{place} is left out: {message}")
+
+    def samples(
+        self, records: Iterable[tuple[str, Record]], read: Callable[[Record], DumpSample]
+    ) -> Iterator[DumpSample]:
+        """Yield what ``read`` makes of every (place, record); what it refuses is counted and left out."""
+        for place, record in records:
+            sample = self._read(place, record, read)
+            if sample is not None:
+                yield sample
+
+    def _read(self, place: str, record: Record, read: Callable[[Record], DumpSample]) -> DumpSample | None:
+        try:
+            return read(record)
+        except SampleError as error:
+            self.add(place, str(error))
+            return None
 
     def __enter__(self) -> Faults:
         return self

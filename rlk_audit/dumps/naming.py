@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -35,7 +36,7 @@ def in_order(parts: Sequence[DumpPart], tell: Tell) -> list[DumpPart]:
     ordered = sorted(parts, key=lambda part: (part.step is None, part.step or 0, natural_key(part.paths[0])))
     steps = sorted({part.step for part in parts if part.step is not None})
     # A run may dump every k-th step: what is missing is missing from the rhythm of the others.
-    gap = math.gcd(*(later - earlier for earlier, later in zip(steps, steps[1:], strict=False)))
+    gap = math.gcd(*(later - earlier for earlier, later in itertools.pairwise(steps)))
     if len(steps) > 2 and (steps[-1] - steps[0]) // gap + 1 > len(steps):
         expected = (steps[-1] - steps[0]) // gap + 1
         shown = _first_missing(steps, gap)
@@ -54,7 +55,7 @@ def listed(numbers: Collection[int]) -> str:
 
 def _first_missing(steps: Sequence[int], gap: int) -> str:
     missing: list[str] = []
-    for earlier, later in zip(steps, steps[1:], strict=False):
+    for earlier, later in itertools.pairwise(steps):
         if len(missing) < _SHOWN:
             missing += [str(step) for step in range(earlier + gap, min(later, earlier + gap * (_SHOWN + 1)), gap)]
     more = (steps[-1] - steps[0]) // gap + 1 - len(steps) - len(missing[:_SHOWN])

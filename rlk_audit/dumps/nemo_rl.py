@@ -35,19 +35,15 @@ class _NemoRL:
         path = part.paths[0]
         step = number_in(path.name, _STEP) if part.step is None else part.step
         with Faults(path, tell) as faults:
-            for place, record in jsonl.records(path, faults):
-                if "prev_logprobs" not in record and "generation_logprobs" in record:
-                    raise DumpError(NO_TRAIN_SIDE)
-                try:
-                    yield _sample(record, step)
-                except SampleError as error:
-                    faults.add(place, str(error))
+            yield from faults.samples(jsonl.records(path, faults), lambda record: _sample(record, step))
 
 
 FORMAT: DumpFormat = _NemoRL()
 
 
 def _sample(record: Mapping[str, Any], step: int | None) -> DumpSample:
+    if record.get("prev_logprobs") is None and "generation_logprobs" in record:
+        raise DumpError(NO_TRAIN_SIDE)
     token_mask = columns.mask(record.get("token_loss_mask"), "token_loss_mask")
     length = columns.number(record.get("input_lengths"), "input_lengths")
     length = len(token_mask) if length is None else length

@@ -36,11 +36,7 @@ class _PrimeRL:
         path = part.paths[0]
         rank = number_in(path.name, _RANK)
         with Faults(path, tell) as faults:
-            for place, record in jsonl.records(path, faults):
-                try:
-                    yield _sample(record, part.step, rank)
-                except SampleError as error:
-                    faults.add(place, str(error))
+            yield from faults.samples(jsonl.records(path, faults), lambda record: _sample(record, part.step, rank))
 
 
 FORMAT: DumpFormat = _PrimeRL()

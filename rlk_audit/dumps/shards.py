@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from rlk_audit.dumps import columns, torch_file
 from rlk_audit.dumps.faults import Faults, SampleError
 from rlk_audit.dumps.naming import in_order, listed, natural_key, number_in
-from rlk_audit.dumps.sample import Bools, DumpError, DumpPart, DumpSample, Floats, Ints, Label, ReadOptions, Tell
+from rlk_audit.dumps.sample import Bools, DumpError, DumpPart, DumpSample, Label, ReadOptions, Tell
 
 SIDES = ("log_probs", "rollout_log_probs")
 _RANK = re.compile(r"[_/](?:rank[_-]?)?([0-9]+)$")
@@ -97,24 +97,27 @@ def read_shards(part: DumpPart, options: ReadOptions, tell: Tell, no_train_side:
         DumpError: no file can be read, or none has both sides.
     """
     shards: dict[bytes, list[Path]] = {}
-    absent: set[str] = set(SIDES)
-    refusals: list[str] = []
+    readable, scored = 0, False
     for path in part.paths:
-        try:
-            file = _load(path, options)
-            if len(file):
-                shards.setdefault(_identity(file), []).append(path)
-            absent -= {name for name in SIDES if file.data.get(name) is not None}
-        except DumpError as error:
-            refusals.append(str(error))
-            if len(part.paths) > 1:
-                tell(path, str(error))
-    if len(refusals) == len(part.paths):
-        raise DumpError(refusals[0] if len(refusals) == 1 else "none of the files of its ranks can be read")
-    if "log_probs" in absent:
+        file = _load(path, options) if len(part.paths) == 1 else _load_or_tell(path, options, tell)
+        if file is not None:
+            shards.setdefault(_identity(file), []).append(path)
+            readable += 1
+            scored |= file.data.get("log_probs") is not None
+    if not readable:
+        raise DumpError("none of the files of its ranks can be read")
+    if not scored:
         raise DumpError(no_train_side)
     for paths in shards.values():
         yield from _read_shard([_load(path, options) for path in paths], tell)
+
+
+def _load_or_tell(path: Path, options: ReadOptions, tell: Tell) -> RankFile | None:
+    try:
+        return _load(path, options)
+    except DumpError as error:
+        tell(path, str(error))
+        return None
 
 
 def _load(path: Path, options: ReadOptions) -> RankFile:
@@ -148,7 +151,7 @@ def _load(path: Path, options: ReadOptions) -> RankFile:
         raise DumpError(str(error)) from error
 
 
-def _is_column(column: Any) -> bool:
+def _is_column(column: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(column, (list, tuple, np.ndarray, torch.Tensor)) and getattr(column, "ndim", 1) > 0
 
 
@@ -185,11 +188,8 @@ def _read_shard(files: list[RankFile], tell: Tell) -> Iterator[DumpSample]:
         return
     ordered = [pieces[rank] for rank in range(size)]
     with Faults(ordered[0].path, tell) as faults:
-        for row in range(len(first)):
-            try:
-                yield _sample(ordered, row)
-            except SampleError as error:
-                faults.add(f"sample {row}", str(error))
+        rows = ((f"sample {row}", row) for row in range(len(first)))
+        yield from faults.samples(rows, lambda row: _sample(ordered, row))
 
 
 def _cp_size(pieces: Mapping[int, RankFile]) -> int:
@@ -201,13 +201,12 @@ def _by_cp_rank(files: Sequence[RankFile], tell: Tell) -> dict[int, RankFile] | 
     """Return the file of each context-parallel rank, copies of tensor-parallel ranks dropped; None if unknowable."""
     pieces: dict[int, RankFile] = {}
     if all(file.cp_rank is not None and file.cp_size is not None for file in files):
-        if len({file.cp_size for file in files}) > 1 or any(not 0 <= file.cp_rank < file.cp_size for file in files):  # type: ignore[operator]
-            return None
         for file in files:
             kept = pieces.setdefault(columns.known(file.cp_rank), file)
             if _content(kept) != _content(file):
                 tell(file.path, f"its log-probabilities differ from those of rank {kept.rank}, which are taken")
-        return pieces
+        sizes = {file.cp_size or 0 for file in files}
+        return pieces if len(sizes) == 1 and set(pieces) <= set(range(min(sizes))) else None
     distinct = {_content(file): file for file in sorted(files, key=lambda file: file.rank, reverse=True)}
     # Megatron numbers context-parallel ranks in the order of global ranks.
     guess = dict(enumerate(sorted(distinct.values(), key=lambda file: file.rank)))
@@ -271,7 +270,7 @@ def _spans_of(file: RankFile, row: int, cp_rank: int, cp_size: int) -> tuple[ran
 def _entry(file: RankFile, name: str, row: int) -> int | None:
     column = file.data.get(name)
     try:
-        return columns.number(column[row], name) if _is_column(column) and row < len(column) else None  # type: ignore[index,arg-type]
+        return columns.number(column[row], name) if _is_column(column) and row < len(column) else None
     except SampleError:
         return None
 

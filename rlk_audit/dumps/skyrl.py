@@ -16,7 +16,7 @@ from torch import Tensor
 from rlk_audit.dumps import columns
 from rlk_audit.dumps.bounds import HEAD_BYTES, MAX_FILE_BYTES
 from rlk_audit.dumps.faults import Faults, SampleError
-from rlk_audit.dumps.naming import number_in, single_file_parts
+from rlk_audit.dumps.naming import single_file_parts
 from rlk_audit.dumps.sample import Bools, DumpError, DumpFormat, DumpPart, DumpSample, ReadOptions, Tell
 
 REFUSAL = (
@@ -45,21 +45,18 @@ class _SkyRL:
         path = part.paths[0]
         if not options.allow_pickle:
             raise DumpError(REFUSAL)
-        batch, metadata = _load(path)
+        batch = _load(path)
         if batch.get("action_log_probs") is None:
             raise DumpError(NO_TRAIN_SIDE)
         with Faults(path, tell) as faults:
-            for row in range(len(batch["action_log_probs"])):
-                try:
-                    yield _sample(batch, metadata, row, part.step)
-                except SampleError as error:
-                    faults.add(f"row {row}", str(error))
+            rows = ((f"row {row}", row) for row in range(len(batch["action_log_probs"])))
+            yield from faults.samples(rows, lambda row: _sample(batch, row, part.step))
 
 
 FORMAT: DumpFormat = _SkyRL()
 
 
-def _sample(batch: Mapping[str, Tensor], metadata: Mapping[str, Any], row: int, step: int | None) -> DumpSample:
+def _sample(batch: Mapping[str, Tensor], row: int, step: int | None) -> DumpSample:
     response, prompt_length = _response(batch, row)
     rollout = batch.get("rollout_logprobs")
     sequences = batch.get("sequences")
@@ -76,7 +73,7 @@ def _sample(batch: Mapping[str, Tensor], metadata: Mapping[str, Any], row: int, 
 
 
 def _response(batch: Mapping[str, Tensor], row: int) -> tuple[Bools, int | None]:
-    """Return which columns of the response arrays are tokens, on whichever side the padding is, and the prompt's length."""
+    """Return which columns of the response arrays are tokens, whatever side is padded, and the prompt's length."""
     width = batch["action_log_probs"].shape[1]
     attention = batch.get("attention_mask")
     whole = None if attention is None else columns.mask(attention[row], "attention_mask")
@@ -113,8 +110,8 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _load(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """Return the batch's two-dimensional tensors and its metadata."""
+def _load(path: Path) -> dict[str, Tensor]:
+    """Return the batch's columns that are there, one row a sample."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise DumpError(f"the file must be at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
     try:
@@ -125,13 +122,12 @@ def _load(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     state = content.get("state") if isinstance(content, _Batch) else None
     if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
         raise DumpError("the pickle is no training batch of SkyRL")
-    batch = {name: _tensor(name, value) for name, value in state["batch_dict"].items() if name in _COLUMNS}
-    batch = {name: tensor for name, tensor in batch.items() if tensor is not None}
+    given = {name: value for name, value in state["batch_dict"].items() if name in _COLUMNS and value is not None}
+    batch = {name: _tensor(name, value) for name, value in given.items()}
     rows = {len(tensor) for tensor in batch.values()}
     if len(rows) > 1 or "loss_mask" not in batch:
         raise DumpError(f"the batch must have one row a sample in {', '.join(_COLUMNS)}")
-    metadata = state.get("metadata")
-    return batch, metadata if isinstance(metadata, Mapping) else {}
+    return batch
 
 
 _COLUMNS = (
@@ -139,10 +135,8 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _tensor(name: str, value: Any) -> Tensor | None:
+def _tensor(name: str, value: Any) -> Tensor:
     try:
-        if value is None:
-            return None
         if isinstance(value, Tensor):
             tensor = value
         elif value.get("format") == "torch":

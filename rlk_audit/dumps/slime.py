@@ -61,11 +61,8 @@ def _read_whole(part: DumpPart, options: ReadOptions, tell: Tell) -> Iterator[Du
     except SampleError as error:
         raise DumpError(str(error)) from error
     with Faults(path, tell) as faults:
-        for place, sample in enumerate(samples):
-            try:
-                yield _sample(sample, step, content.get("rank"))
-            except SampleError as error:
-                faults.add(f"sample {place}", str(error))
+        records = ((f"sample {place}", sample) for place, sample in enumerate(samples))
+        yield from faults.samples(records, lambda sample: _sample(sample, step, content.get("rank")))
 
 
 def _sample(record: Any, step: int | None, rank: Any) -> DumpSample:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlk_audit.dumps import columns, jsonl, table_arrays, table_parquet
 from rlk_audit.dumps.faults import Faults, SampleError
-from rlk_audit.dumps.naming import number_in, single_file_parts
+from rlk_audit.dumps.naming import single_file_parts
 from rlk_audit.dumps.sample import Bools, DumpFormat, DumpPart, DumpSample, Floats, Label, ReadOptions, Tell
 from rlk_audit.evidence_table import NONFINITE
 
@@ -36,11 +36,7 @@ class _Table:
         path = part.paths[0]
         records = _records_of(path) or jsonl.records
         with Faults(path, tell) as faults:
-            for place, record in records(path, faults):
-                try:
-                    yield _sample(record, part.step)
-                except SampleError as error:
-                    faults.add(place, str(error))
+            yield from faults.samples(records(path, faults), lambda record: _sample(record, part.step))
 
 
 FORMAT: DumpFormat = _Table()

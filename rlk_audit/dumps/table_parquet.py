@@ -65,9 +65,9 @@ def _batches(file: Any) -> Iterator[tuple[int, int]]:
 
 def _value(scalar: Any) -> Any:
     """Return a cell as an array, masked where there is null, or as a plain value."""
-    values = getattr(scalar, "values", None)
+    values: Any = getattr(scalar, "values", None)
     kind = "" if values is None or callable(values) else str(values.type)
-    if not kind.startswith(("float", "double", "halffloat", "int", "uint", "bool")):
+    if values is None or not kind.startswith(("float", "double", "halffloat", "int", "uint", "bool")):
         return scalar.as_py()
     array = np.asarray(values.to_numpy(zero_copy_only=False))
     if not values.null_count:
