@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
 import numpy as np
-import numpy.typing as npt
 
 from rlk_audit.dumps.sample import Bools
-
-Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 
 def response_of(response_mask: Bools, length: int) -> slice:
