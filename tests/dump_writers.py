@@ -339,7 +339,10 @@ def skyrl(folder: Path, step: int, samples: Sequence[Given]) -> list[Path]:
         module.TrainingInputBatch = type(
             "TrainingInputBatch",
             (dict,),
-            {"__module__": SKYRL_MODULE, "__reduce__": lambda self: (module._rebuild_tensor_batch, (type(self), state))},
+            {
+                "__module__": SKYRL_MODULE,
+                "__reduce__": lambda self: (module._rebuild_tensor_batch, (type(self), state)),
+            },
         )
         exec("def _rebuild_tensor_batch(kind, state): raise AssertionError('SkyRL is not needed')", vars(module))
         module._rebuild_tensor_batch.__module__ = SKYRL_MODULE

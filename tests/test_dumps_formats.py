@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,8 +97,6 @@ def test_samples_come_back_bit_for_bit(name: str, seed: int, tmp_path: Path) -> 
 
 def recorded_samples() -> list[Given]:
     """Samples of a recorded pair of engines, with real log-probabilities."""
-    import sys
-
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "diagnosis"))
     try:
         from recordings import PAIRS, read
@@ -176,13 +175,12 @@ def test_json_accepts_null_and_bare_names_and_whole_numbers(tmp_path: Path) -> N
 
 def test_unequal_arrays_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"train_log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.0], "mask": [1, 1, 1]}) + "\n")
-    (sample,) = read_all([path], Told())
-    assert [len(sample.train_log_probs or ()), len(sample.rollout_log_probs or ()), len(sample)] == [2, 1, 3] or (
-        sample.train_log_probs is not None
-        and sample.rollout_log_probs is not None
-        and (len(sample.train_log_probs), len(sample.rollout_log_probs), len(sample)) == (2, 1, 3)
+    path.write_text(
+        json.dumps({"train_log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.0], "mask": [1, 1, 1]}) + "\n"
     )
+    (sample,) = read_all([path], Told())
+    assert sample.train_log_probs is not None and sample.rollout_log_probs is not None
+    assert (len(sample.train_log_probs), len(sample.rollout_log_probs), len(sample)) == (2, 1, 3)
 
 
 def test_padded_arrays_of_either_side(tmp_path: Path) -> None:
