@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlk_audit.dumps import shards, torch_file
+from rlk_audit.dumps.rank_files import rank_parts
 from rlk_audit.dumps.sample import DumpFormat, DumpPart, DumpSample, ReadOptions, Tell
 
 NO_TRAIN_SIDE = (
@@ -21,7 +22,7 @@ class _Miles:
         return torch_file.has_keys(path, "rollout_data", "response_lengths", "cp_size")
 
     def parts(self, paths: Sequence[Path], tell: Tell) -> list[DumpPart]:
-        return shards.rank_parts(self.name, paths, True, tell)
+        return rank_parts(self.name, paths, True, tell)
 
     def read(self, part: DumpPart, options: ReadOptions, tell: Tell) -> Iterator[DumpSample]:
         return shards.read_shards(part, options, tell, NO_TRAIN_SIDE)

@@ -8,86 +8,21 @@ not on the last pipeline stage. Tensor-parallel ranks hold copies.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
 
-from rlk_audit.dumps import columns, torch_file
+from rlk_audit.dumps import columns
 from rlk_audit.dumps.faults import Faults, SampleError
-from rlk_audit.dumps.naming import in_order, listed, natural_key, number_in
+from rlk_audit.dumps.naming import listed
+from rlk_audit.dumps.rank_files import SIDES, RankFile, entry, is_column, load
 from rlk_audit.dumps.sample import Bools, DumpError, DumpPart, DumpSample, Label, ReadOptions, Tell
 
-SIDES = ("log_probs", "rollout_log_probs")
-_RANK = re.compile(r"[_/](?:rank[_-]?)?([0-9]+)$")
-_STEP = re.compile(r"([0-9]+)[_/](?:rank[_-]?)?[0-9]+$")
-_MAX_RANKS = 2**20
 _IDENTITY = ("sample_indices", "partition", "total_lengths", "response_lengths", "tokens")
 """Columns that are equal on all ranks of one data-parallel shard, and on no others."""
-
-
-@dataclass(frozen=True)
-class RankFile:
-    """One rank's dump.
-
-    Attributes:
-        cp_rank, cp_size: None where the dump does not tell.
-        data: the columns of the rank's data-parallel shard.
-    """
-
-    path: Path
-    step: int | None
-    rank: int
-    cp_rank: int | None
-    cp_size: int | None
-    qkv_format: str
-    data: Mapping[str, Any]
-
-    def __len__(self) -> int:
-        return len(self.data["response_lengths"])
-
-
-def rank_parts(format_name: str, paths: Sequence[Path], every_rank: bool, tell: Tell) -> list[DumpPart]:
-    """Group ``<step>_<rank>.pt`` by folder and step, and tell of ranks and steps that are missing.
-
-    Args:
-        every_rank: all ranks write, so that a hole between the ranks is a missing file, not just another step's rank.
-    """
-    groups: dict[tuple[Path, int | None, Path | None], list[Path]] = {}
-    for path in paths:
-        step = number_in(_name(path), _STEP)
-        groups.setdefault((path.parent, step, path if step is None else None), []).append(path)
-    parts = [
-        DumpPart(format_name, tuple(sorted(files, key=natural_key)), step) for (_, step, _), files in groups.items()
-    ]
-    _tell_missing_ranks(parts, every_rank, tell)
-    return in_order(parts, tell)
-
-
-def _tell_missing_ranks(parts: Sequence[DumpPart], every_rank: bool, tell: Tell) -> None:
-    ranks = {part: _ranks(part) for part in parts if part.step is not None}
-    expected: dict[Path, set[int]] = {}
-    for part, found in ranks.items():
-        expected.setdefault(part.paths[0].parent, set()).update(
-            range(max(found, default=-1) + 1) if every_rank else found
-        )
-    for part, found in ranks.items():
-        if missing := expected[part.paths[0].parent] - found:
-            tell(part.paths[0].parent, f"step {part.step} lacks the files of the ranks {listed(missing)}")
-
-
-def _ranks(part: DumpPart) -> set[int]:
-    ranks = {number_in(_name(path), _RANK) for path in part.paths}
-    return {rank for rank in ranks if rank is not None and rank < _MAX_RANKS}
-
-
-def _name(path: Path) -> str:
-    """Return what tells step and rank: ``<step>_<rank>``, or a folder for each step."""
-    return f"{path.parent.name}/{path.stem}"
 
 
 def read_shards(part: DumpPart, options: ReadOptions, tell: Tell, no_train_side: str) -> Iterator[DumpSample]:
@@ -99,7 +34,7 @@ def read_shards(part: DumpPart, options: ReadOptions, tell: Tell, no_train_side:
     shards: dict[bytes, list[Path]] = {}
     readable, scored = 0, False
     for path in part.paths:
-        file = _load(path, options) if len(part.paths) == 1 else _load_or_tell(path, options, tell)
+        file = load(path, options) if len(part.paths) == 1 else _load_or_tell(path, options, tell)
         if file is not None:
             shards.setdefault(_identity(file), []).append(path)
             readable += 1
@@ -109,59 +44,24 @@ def read_shards(part: DumpPart, options: ReadOptions, tell: Tell, no_train_side:
     if not scored:
         raise DumpError(no_train_side)
     for paths in shards.values():
-        yield from _read_shard([_load(path, options) for path in paths], tell)
+        yield from _read_shard([load(path, options) for path in paths], tell)
 
 
 def _load_or_tell(path: Path, options: ReadOptions, tell: Tell) -> RankFile | None:
     try:
-        return _load(path, options)
+        return load(path, options)
     except DumpError as error:
         tell(path, str(error))
         return None
-
-
-def _load(path: Path, options: ReadOptions) -> RankFile:
-    content = torch_file.load(path, options)
-    data = content.get("rollout_data") if isinstance(content, dict) else None
-    if not isinstance(data, dict):
-        raise DumpError("the file has no rollout_data, which a rank's dump must have")
-    lengths = {
-        name: len(column)
-        for name, column in data.items()
-        if name in (*SIDES, "tokens", "loss_masks", "total_lengths", "response_lengths") and _is_column(column)
-    }
-    needed = ("tokens", "loss_masks", "total_lengths", "response_lengths")
-    if not set(needed) <= set(lengths) or len(set(lengths.values())) > 1:
-        raise DumpError(f"rollout_data must have one entry a sample in {', '.join(needed)}")
-    try:
-        rank = columns.number(content.get("rank"), "rank")
-        cp_size = columns.number(content.get("cp_size"), "cp_size")
-        if cp_size is not None and not 0 < cp_size <= _MAX_RANKS:
-            raise SampleError("cp_size must be a number of ranks")
-        return RankFile(
-            path,
-            columns.number(content.get("rollout_id"), "rollout_id"),
-            columns.known(number_in(_name(path), _RANK) if rank is None else rank),
-            columns.number(content.get("cp_rank"), "cp_rank"),
-            cp_size,
-            str(content.get("qkv_format") or "thd"),
-            data,
-        )
-    except SampleError as error:
-        raise DumpError(str(error)) from error
-
-
-def _is_column(column: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(column, (list, tuple, np.ndarray, torch.Tensor)) and getattr(column, "ndim", 1) > 0
 
 
 def _identity(file: RankFile) -> bytes:
     digest = hashlib.sha256()
     for name in _IDENTITY:
         column = file.data.get(name)
-        for entry in column if _is_column(column) else ():
+        for entry in column if is_column(column) else ():
             try:
-                values = columns.integers(entry, name) if _is_column(entry) else [columns.number(entry, name)]
+                values = columns.integers(entry, name) if is_column(entry) else [columns.number(entry, name)]
             except SampleError:
                 values = [None]  # the sample is told when it is read
             digest.update(f"{name} {len(values)}".encode() + np.asarray(values, dtype=object).astype("U20").tobytes())
@@ -223,14 +123,14 @@ def _content(file: RankFile) -> bytes:
     digest = hashlib.sha256()
     for name in SIDES:
         column = file.data.get(name)
-        for entry in column if _is_column(column) else ():
+        for entry in column if is_column(column) else ():
             array = entry.detach().float().numpy() if isinstance(entry, torch.Tensor) else np.asarray(entry, dtype=str)
             digest.update(str(array.shape).encode() + array.tobytes())
     return digest.digest()
 
 
 def _length(values: Any) -> int:
-    return len(values) if _is_column(values) else -1
+    return len(values) if is_column(values) else -1
 
 
 # --- one sample -----------------------------------------------------------------------------------------------------
@@ -259,31 +159,21 @@ def zigzag_spans(total: int, response: int, padded: int, cp_rank: int, cp_size: 
 
 
 def _spans_of(file: RankFile, row: int, cp_rank: int, cp_size: int) -> tuple[range, range] | None:
-    total, response, padded = (
-        _entry(file, name, row) for name in ("total_lengths", "response_lengths", "max_seq_lens")
-    )
+    total, response, padded = (entry(file, name, row) for name in ("total_lengths", "response_lengths", "max_seq_lens"))
     if total is None or response is None or not 0 <= response <= total:
         return None
     return zigzag_spans(total, response, total if file.qkv_format == "thd" else padded or total, cp_rank, cp_size)
 
 
-def _entry(file: RankFile, name: str, row: int) -> int | None:
-    column = file.data.get(name)
-    try:
-        return columns.number(column[row], name) if _is_column(column) and row < len(column) else None
-    except SampleError:
-        return None
-
-
 def _sample(files: Sequence[RankFile], row: int) -> DumpSample:
     first = files[0]
-    response, total = _entry(first, "response_lengths", row), _entry(first, "total_lengths", row)
+    response, total = entry(first, "response_lengths", row), entry(first, "total_lengths", row)
     spans = [_spans_of(file, row, rank, len(files)) for rank, file in enumerate(files)]
     if response is None or total is None or None in spans:
         raise SampleError(
             "its response_lengths and total_lengths must be whole numbers, the first not above the second"
         )
-    if first.qkv_format != "thd" and len(files) > 1 and _entry(first, "max_seq_lens", row) is None:
+    if first.qkv_format != "thd" and len(files) > 1 and entry(first, "max_seq_lens", row) is None:
         raise SampleError(f"its pieces in the format {first.qkv_format} cannot be put together without max_seq_lens")
     train = _joined(files, row, "log_probs", spans, response, columns.train_log_probs)
     rollout = missing = None
@@ -300,8 +190,8 @@ def _sample(files: Sequence[RankFile], row: int) -> DumpSample:
         columns.mask(first.data["loss_masks"][row], "loss_masks"),
         missing if missing is not None and missing.any() else None,
         step=first.step,
-        sample_index=columns.known(_entry(first, "sample_indices", row)),
-        rollout_id=columns.known(_entry(first, "rollout_ids", row)),
+        sample_index=columns.known(entry(first, "sample_indices", row)),
+        rollout_id=columns.known(entry(first, "rollout_ids", row)),
         prompt_length=total - response,
         token_ids=tokens[total - response : total],
         labels={**labels, "rank": _rank_label(files, spans, response)},

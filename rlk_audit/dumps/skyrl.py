@@ -15,14 +15,13 @@ from torch import Tensor
 
 from rlk_audit.dumps import columns
 from rlk_audit.dumps.bounds import HEAD_BYTES, MAX_FILE_BYTES
+from rlk_audit.dumps.damage import told_as
 from rlk_audit.dumps.faults import Faults, SampleError
 from rlk_audit.dumps.naming import single_file_parts
+from rlk_audit.dumps.pickle_scan import CODE_IN_FILE, names_in
 from rlk_audit.dumps.sample import Bools, DumpError, DumpFormat, DumpPart, DumpSample, ReadOptions, Tell
 
-REFUSAL = (
-    "the file is a pickle, and unpickling it would run code of the file's choosing: --allow-pickle reads it, for files "
-    "of your own only"
-)
+REFUSAL = f"the file is a pickle, and {CODE_IN_FILE}"
 NO_TRAIN_SIDE = (
     "the dump has no action_log_probs: SkyRL computes them where it recomputes the policy's log-probabilities"
 )
@@ -114,11 +113,10 @@ def _load(path: Path) -> dict[str, Tensor]:
     """Return the batch's columns that are there, one row a sample."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise DumpError(f"the file must be at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
-    try:
-        with path.open("rb") as file:
-            content = _Unpickler(file).load()
-    except Exception as error:  # damaged pickles raise nearly anything
-        raise DumpError(f"the file cannot be unpickled ({type(error).__name__}: {str(error)[:200]})") from error
+    with path.open("rb") as file, told_as("the file cannot be unpickled"):
+        names_in(file, path.stat().st_size)
+        file.seek(0)
+        content = _Unpickler(file).load()
     state = content.get("state") if isinstance(content, _Batch) else None
     if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
         raise DumpError("the pickle is no training batch of SkyRL")
@@ -136,17 +134,14 @@ _COLUMNS = (
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    try:
+    with told_as(f"the {name} of the batch cannot be read"):
         if isinstance(value, Tensor):
             tensor = value
         elif value.get("format") == "torch":
             tensor = torch.load(io.BytesIO(value["data"]), weights_only=True)
         else:
-            tensor = torch.from_numpy(
-                np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-            )
-    except Exception as error:  # whatever stands in the place of a tensor
-        raise DumpError(f"the {name} of the batch cannot be read ({type(error).__name__})") from error
-    if not isinstance(tensor, Tensor) or tensor.dim() != 2:
-        raise DumpError(f"the {name} of the batch must be an array of two axes")
-    return tensor
+            array = np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"])
+            tensor = torch.from_numpy(array.copy())
+        if tensor.dim() != 2:
+            raise DumpError(f"the {name} of the batch must be an array of two axes")
+        return tensor

@@ -10,6 +10,7 @@ from typing import Any
 from rlk_audit.dumps import columns, shards, torch_file
 from rlk_audit.dumps.faults import Faults, SampleError
 from rlk_audit.dumps.naming import in_order, number_in
+from rlk_audit.dumps.rank_files import rank_parts
 from rlk_audit.dumps.sample import DumpError, DumpFormat, DumpPart, DumpSample, ReadOptions, Tell
 
 VERSION = 2
@@ -31,7 +32,7 @@ class _Slime:
     def parts(self, paths: Sequence[Path], tell: Tell) -> list[DumpPart]:
         per_rank = [path for path in paths if _is_per_rank(path)]
         whole = [DumpPart(self.name, (path,), number_in(path.name, _STEP)) for path in paths if path not in per_rank]
-        return in_order(whole, tell) + shards.rank_parts(self.name, per_rank, False, tell)
+        return in_order(whole, tell) + rank_parts(self.name, per_rank, False, tell)
 
     def read(self, part: DumpPart, options: ReadOptions, tell: Tell) -> Iterator[DumpSample]:
         if _is_per_rank(part.paths[0]):
@@ -52,14 +53,15 @@ def _read_whole(part: DumpPart, options: ReadOptions, tell: Tell) -> Iterator[Du
     samples = content.get("samples") if isinstance(content, dict) else None
     if not isinstance(samples, (list, tuple)):
         raise DumpError("the dump must be a mapping with a list of samples")
-    if content.get("format_version") != VERSION:
-        raise DumpError(f"the dump must have the format_version {VERSION}")
-    if samples and not any(isinstance(sample, dict) and sample.get("log_probs") is not None for sample in samples):
-        raise DumpError(NO_TRAIN_SIDE)
     try:
+        version = columns.number(content.get("format_version"), "format_version")
         step = columns.number(content.get("rollout_id"), "rollout_id")
     except SampleError as error:
         raise DumpError(str(error)) from error
+    if version != VERSION:
+        raise DumpError(f"the dump must have the format_version {VERSION}")
+    if samples and not any(isinstance(sample, dict) and sample.get("log_probs") is not None for sample in samples):
+        raise DumpError(NO_TRAIN_SIDE)
     with Faults(path, tell) as faults:
         records = ((f"sample {place}", sample) for place, sample in enumerate(samples))
         yield from faults.samples(records, lambda sample: _sample(sample, step, content.get("rank")))

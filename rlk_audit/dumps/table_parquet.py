@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlk_audit.dumps.bounds import BATCH_VALUES, HEAD_BYTES, MAX_ROW_GROUP_VALUES, MAX_SAMPLE_TOKENS
+from rlk_audit.dumps.damage import told_as
 from rlk_audit.dumps.faults import Faults
 from rlk_audit.dumps.packages import need
 from rlk_audit.dumps.sample import DumpError
@@ -35,20 +36,13 @@ def records(path: Path, faults: Faults) -> Iterator[tuple[str, Mapping[str, Any]
     """
     parquet = need("pyarrow.parquet", path)
     number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            for group, rows in _batches(file):
-                for batch in file.iter_batches(batch_size=rows, row_groups=[group], use_threads=False):
-                    for row in range(batch.num_rows):
-                        number += 1
-                        yield (
-                            f"row {number}",
-                            {name: _value(batch.column(i)[row]) for i, name in enumerate(batch.schema.names)},
-                        )
-    except (OSError, ValueError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError) as error:
-        if isinstance(error, DumpError):
-            raise
-        raise DumpError(f"the Parquet file is damaged after row {number} ({str(error)[:200]})") from error
+    with told_as("the Parquet file is damaged"), parquet.ParquetFile(path) as file:
+        for group, rows in _batches(file):
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group], use_threads=False):
+                for row in range(batch.num_rows):
+                    number += 1
+                    cells = zip(batch.schema.names, batch.columns, strict=True)
+                    yield f"row {number}", {name: _value(column[row]) for name, column in cells}
 
 
 def _batches(file: Any) -> Iterator[tuple[int, int]]:
