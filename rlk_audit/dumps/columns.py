@@ -89,7 +89,7 @@ def number(value: Any, name: str) -> int | None:
     Raises:
         SampleError: it is no whole number of 64 bits.
     """
-    if isinstance(value, (np.generic, np.ndarray, Tensor)):
+    if isinstance(value, (np.generic, np.ndarray, Tensor)) and _size(value) == 1:
         value = value.tolist()
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -113,7 +113,7 @@ def label(value: Any, name: str) -> Label:
     Raises:
         SampleError: it is neither text, a number, None nor a flat list of those.
     """
-    if isinstance(value, (np.ndarray, np.generic, Tensor)):
+    if isinstance(value, (np.ndarray, np.generic, Tensor)) and _size(value) <= MAX_SAMPLE_TOKENS:
         value = value.tolist()
     if isinstance(value, (list, tuple)):
         if len(value) > MAX_SAMPLE_TOKENS:
@@ -132,6 +132,10 @@ def framework_labels(record: Mapping[str, Any]) -> dict[str, Label]:
         if value is not None:
             labels[name] = label(value, name)
     return labels
+
+
+def _size(values: npt.NDArray[Any] | np.generic | Tensor) -> int:
+    return values.numel() if isinstance(values, Tensor) else values.size
 
 
 def _oldest(versions: list[Any] | tuple[Any, ...]) -> Any:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlk_audit.dumps import columns
 from rlk_audit.dumps.faults import Faults, SampleError
 from rlk_audit.dumps.naming import listed
 from rlk_audit.dumps.rank_files import SIDES, RankFile, entry, is_column, load
-from rlk_audit.dumps.sample import Bools, DumpError, DumpPart, DumpSample, Label, ReadOptions, Tell
+from rlk_audit.dumps.sample import Bools, DumpError, DumpPart, DumpSample, Ints, Label, ReadOptions, Tell
 
 _IDENTITY = ("sample_indices", "partition", "total_lengths", "response_lengths", "tokens")
 """Columns that are equal on all ranks of one data-parallel shard, and on no others."""
@@ -31,20 +30,20 @@ def read_shards(part: DumpPart, options: ReadOptions, tell: Tell, no_train_side:
     Raises:
         DumpError: no file can be read, or none has both sides.
     """
-    shards: dict[bytes, list[Path]] = {}
+    shards: dict[bytes, list[RankFile]] = {}
     readable, scored = 0, False
     for path in part.paths:
         file = load(path, options) if len(part.paths) == 1 else _load_or_tell(path, options, tell)
         if file is not None:
-            shards.setdefault(_identity(file), []).append(path)
+            shards.setdefault(_identity(file), []).append(file)
             readable += 1
             scored |= file.data.get("log_probs") is not None
     if not readable:
         raise DumpError("none of the files of its ranks can be read")
     if not scored:
         raise DumpError(no_train_side)
-    for paths in shards.values():
-        yield from _read_shard([load(path, options) for path in paths], tell)
+    for files in shards.values():
+        yield from _read_shard(files, tell)
 
 
 def _load_or_tell(path: Path, options: ReadOptions, tell: Tell) -> RankFile | None:
@@ -58,14 +57,18 @@ def _load_or_tell(path: Path, options: ReadOptions, tell: Tell) -> RankFile | No
 def _identity(file: RankFile) -> bytes:
     digest = hashlib.sha256()
     for name in _IDENTITY:
-        column = file.data.get(name)
-        for entry in column if is_column(column) else ():
-            try:
-                values = columns.integers(entry, name) if is_column(entry) else [columns.number(entry, name)]
-            except SampleError:
-                values = [None]  # the sample is told when it is read
-            digest.update(f"{name} {len(values)}".encode() + np.asarray(values, dtype=object).astype("U20").tobytes())
+        for values in _integer_column(file, name):
+            digest.update(f"{name} {len(values)}".encode() + values.tobytes())
     return digest.digest()
+
+
+def _integer_column(file: RankFile, name: str) -> Iterator[Ints]:
+    column = file.data.get(name)
+    for given in column if is_column(column) else ():
+        try:
+            yield columns.integers(given if is_column(given) else [given], name)
+        except SampleError:  # the sample is told when it is read
+            yield np.zeros(0, dtype=np.int64)
 
 
 def _read_shard(files: list[RankFile], tell: Tell) -> Iterator[DumpSample]:
@@ -123,9 +126,11 @@ def _content(file: RankFile) -> bytes:
     digest = hashlib.sha256()
     for name in SIDES:
         column = file.data.get(name)
-        for entry in column if is_column(column) else ():
-            array = entry.detach().float().numpy() if isinstance(entry, torch.Tensor) else np.asarray(entry, dtype=str)
-            digest.update(str(array.shape).encode() + array.tobytes())
+        for values in column if is_column(column) else ():
+            try:
+                digest.update(name.encode() + columns.log_probs(values, name)[0].tobytes())
+            except SampleError as error:
+                digest.update(str(error).encode())
     return digest.digest()
 
 
