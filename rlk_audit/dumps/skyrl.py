@@ -1,0 +1,147 @@
+"""Dumps of SkyRL: ``trainer.dump_data_batch``, a pickle of the training batch, which is opened only if allowed."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlk_audit.dumps import columns
+from rlk_audit.dumps.bounds import HEAD_BYTES, MAX_FILE_BYTES
+from rlk_audit.dumps.damage import told_as
+from rlk_audit.dumps.faults import Faults, SampleError
+from rlk_audit.dumps.naming import single_file_parts
+from rlk_audit.dumps.pickle_scan import CODE_IN_FILE, names_in
+from rlk_audit.dumps.sample import Bools, DumpError, DumpFormat, DumpPart, DumpSample, ReadOptions, Tell
+
+REFUSAL = f"the file is a pickle, and {CODE_IN_FILE}"
+NO_TRAIN_SIDE = (
+    "the dump has no action_log_probs: SkyRL computes them where it recomputes the policy's log-probabilities"
+)
+_STEP = re.compile(r"step_?([0-9]+)[^/]*$")
+_CLASSES = ("TrainingInputBatch", "TensorBatch", "TensorList")
+
+
+class _SkyRL:
+    name = "skyrl"
+
+    def recognises(self, path: Path) -> bool:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        return head[:1] == b"\x80" and b"TrainingInputBatch" in head
+
+    def parts(self, paths: Sequence[Path], tell: Tell) -> list[DumpPart]:
+        return single_file_parts(self.name, paths, _STEP, tell)
+
+    def read(self, part: DumpPart, options: ReadOptions, tell: Tell) -> Iterator[DumpSample]:
+        path = part.paths[0]
+        if not options.allow_pickle:
+            raise DumpError(REFUSAL)
+        batch = _load(path)
+        if batch.get("action_log_probs") is None:
+            raise DumpError(NO_TRAIN_SIDE)
+        with Faults(path, tell) as faults:
+            rows = ((f"row {row}", row) for row in range(len(batch["action_log_probs"])))
+            yield from faults.samples(rows, lambda row: _sample(batch, row, part.step))
+
+
+FORMAT: DumpFormat = _SkyRL()
+
+
+def _sample(batch: Mapping[str, Tensor], row: int, step: int | None) -> DumpSample:
+    response, prompt_length = _response(batch, row)
+    rollout = batch.get("rollout_logprobs")
+    sequences = batch.get("sequences")
+    tokens = None if sequences is None else columns.integers(sequences[row][-len(response) :], "sequences")
+    return DumpSample(
+        columns.train_log_probs(batch["action_log_probs"][row], "action_log_probs")[response],
+        None if rollout is None else columns.log_probs(rollout[row], "rollout_logprobs")[0][response],
+        columns.mask(batch["loss_mask"][row], "loss_mask")[response],
+        step=step,
+        sample_index=row,
+        prompt_length=prompt_length,
+        token_ids=None if tokens is None else tokens[response],
+    )
+
+
+def _response(batch: Mapping[str, Tensor], row: int) -> tuple[Bools, int | None]:
+    """Return which columns of the response arrays are tokens, whatever side is padded, and the prompt's length."""
+    width = batch["action_log_probs"].shape[1]
+    attention = batch.get("attention_mask")
+    whole = None if attention is None else columns.mask(attention[row], "attention_mask")
+    if batch.get("response_mask") is not None:
+        real = columns.mask(batch["response_mask"][row], "response_mask")
+    elif whole is not None:
+        real = whole[-width:]
+    else:
+        raise SampleError("without response_mask or attention_mask its padding is not known")
+    return real, None if whole is None else int(whole.sum() - real.sum())
+
+
+# --- the pickle -----------------------------------------------------------------------------------------------------
+
+
+class _Batch(dict[str, Any]):
+    """Stands in for SkyRL's batch, so that SkyRL need not be installed: it takes the state as it is."""
+
+    def __setstate__(self, state: Any) -> None:
+        self["state"] = state
+
+
+def _rebuild(kind: type, state: Any) -> _Batch:
+    return _Batch(state=state)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0].startswith("skyrl"):
+            if name in _CLASSES:
+                return _Batch
+            if name == "_rebuild_tensor_batch":
+                return _rebuild
+        return super().find_class(module, name)
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    """Return the batch's columns that are there, one row a sample."""
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise DumpError(f"the file must be at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
+    with path.open("rb") as file, told_as("the file cannot be unpickled"):
+        names_in(file, path.stat().st_size)
+        file.seek(0)
+        content = _Unpickler(file).load()
+    state = content.get("state") if isinstance(content, _Batch) else None
+    if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
+        raise DumpError("the pickle is no training batch of SkyRL")
+    given = {name: value for name, value in state["batch_dict"].items() if name in _COLUMNS and value is not None}
+    batch = {name: _tensor(name, value) for name, value in given.items()}
+    rows = {len(tensor) for tensor in batch.values()}
+    if len(rows) > 1 or "loss_mask" not in batch:
+        raise DumpError(f"the batch must have one row a sample in {', '.join(_COLUMNS)}")
+    return batch
+
+
+_COLUMNS = (
+    "action_log_probs", "rollout_logprobs", "loss_mask", "response_mask", "sequences", "attention_mask",
+)  # fmt: skip
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    with told_as(f"the {name} of the batch cannot be read"):
+        if isinstance(value, Tensor):
+            tensor = value
+        elif value.get("format") == "torch":
+            tensor = torch.load(io.BytesIO(value["data"]), weights_only=True)
+        else:
+            array = np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"])
+            tensor = torch.from_numpy(array.copy())
+        if tensor.dim() != 2:
+            raise DumpError(f"the {name} of the batch must be an array of two axes")
+        return tensor

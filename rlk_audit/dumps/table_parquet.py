@@ -1,0 +1,70 @@
+"""Parquet files of the ``table`` format, read in batches of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlk_audit.dumps.bounds import BATCH_VALUES, HEAD_BYTES, MAX_ROW_GROUP_VALUES, MAX_SAMPLE_TOKENS
+from rlk_audit.dumps.damage import told_as
+from rlk_audit.dumps.faults import Faults
+from rlk_audit.dumps.packages import need
+from rlk_audit.dumps.sample import DumpError
+
+_MAGIC = b"PAR1"
+
+
+def recognises(path: Path, names: Sequence[str]) -> bool:
+    """Return whether a file is Parquet and has one of the columns; of a damaged one whether it begins as Parquet."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(4) != _MAGIC:
+            return False
+        file.seek(max(0, size - HEAD_BYTES))
+        tail = file.read(HEAD_BYTES)
+    return not tail.endswith(_MAGIC) or any(name.encode() in tail for name in names)
+
+
+def records(path: Path, faults: Faults) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (place, columns) of every row; lists of numbers come as arrays, masked where there is null.
+
+    Raises:
+        DumpError: pyarrow is not installed, or the file is damaged or beyond the bounds.
+    """
+    parquet = need("pyarrow.parquet", path)
+    number = 0
+    with told_as("the Parquet file is damaged"), parquet.ParquetFile(path) as file:
+        for group, rows in _batches(file):
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group], use_threads=False):
+                for row in range(batch.num_rows):
+                    number += 1
+                    cells = zip(batch.schema.names, batch.columns, strict=True)
+                    yield f"row {number}", {name: _value(column[row]) for name, column in cells}
+
+
+def _batches(file: Any) -> Iterator[tuple[int, int]]:
+    """Yield each row group with the rows to decode at a time, after a look at what the file claims to hold."""
+    for group in range(file.metadata.num_row_groups):
+        found = file.metadata.row_group(group)
+        values = max((found.column(i).num_values for i in range(found.num_columns)), default=0)
+        if found.num_rows <= 0 or values < 0:
+            continue
+        if values > MAX_ROW_GROUP_VALUES or values > found.num_rows * MAX_SAMPLE_TOKENS:
+            raise DumpError(f"a row group must hold at most {MAX_ROW_GROUP_VALUES} values of a column, got {values}")
+        yield group, max(1, BATCH_VALUES * found.num_rows // max(values, 1))
+
+
+def _value(scalar: Any) -> Any:
+    """Return a cell as an array, masked where there is null, or as a plain value."""
+    values: Any = getattr(scalar, "values", None)
+    kind = "" if values is None or callable(values) else str(values.type)
+    if values is None or not kind.startswith(("float", "double", "halffloat", "int", "uint", "bool")):
+        return scalar.as_py()
+    array = np.asarray(values.to_numpy(zero_copy_only=False))
+    if not values.null_count:
+        return array
+    filled = values.fill_null(False if kind == "bool" else 0).to_numpy(zero_copy_only=False)
+    return np.ma.MaskedArray(filled, mask=values.is_null().to_numpy(zero_copy_only=False))

@@ -1,0 +1,431 @@
+"""Every format gives back the samples that were written, bit for bit, and every file is known by its content."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dump_writers as writers
+import numpy as np
+import pytest
+import torch
+from dump_writers import KEEPS_MISSING, NONFINITE_IS_NULL, WRITERS, Given, draw
+
+from rlk_audit.dumps import files
+from rlk_audit.dumps.sample import DumpError, DumpSample, ReadOptions
+
+PICKLES = ReadOptions(allow_pickle=True)
+
+
+class Told(list[tuple[Path, str]]):
+    def __call__(self, path: Path, sentence: str) -> None:
+        self.append((path, sentence))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(f"{path}: {sentence}" for path, sentence in self)
+
+
+def read_all(paths: Sequence[Path], told: Told, format: str = "auto") -> list[DumpSample]:
+    parts = files.find(paths, format, tell=told)
+    return [sample for part in parts for sample in files.read(part, PICKLES, told)]
+
+
+def written(name: str, folder: Path, step: int, samples: Sequence[Given]) -> tuple[list[Path], list[Given]]:
+    """Write samples as far as the format can hold them; return its files and what it holds."""
+    if name not in KEEPS_MISSING:
+        samples = [given.without_missing() for given in samples]
+    paths = WRITERS[name][1](folder, step, samples)
+    if name in NONFINITE_IS_NULL:
+        samples = [
+            replace(
+                given,
+                train=np.where(np.isfinite(given.train), given.train, np.nan),
+                rollout=np.where(np.isfinite(given.rollout), given.rollout, 0).astype(np.float32),
+                missing=given.missing | ~np.isfinite(given.rollout),
+            )
+            for given in samples
+        ]
+    return paths, list(samples)
+
+
+def assert_same(sample: DumpSample, given: Given, step: int) -> None:
+    assert sample.train_log_probs is not None and sample.rollout_log_probs is not None
+    assert same_bits(sample.train_log_probs, given.train)
+    assert same_bits(sample.rollout_log_probs, given.rollout)
+    assert sample.mask.dtype == bool and sample.mask.tolist() == given.mask.tolist()
+    missing = np.zeros(len(given), dtype=bool) if sample.rollout_missing is None else sample.rollout_missing
+    assert missing.tolist() == given.missing.tolist()
+    assert sample.token_ids is not None and sample.token_ids.dtype == np.int64
+    assert sample.token_ids.tolist() == given.tokens
+    assert (sample.step, sample.sample_index, sample.prompt_length) == (step, given.index, len(given.prompt))
+
+
+def same_bits(values: np.ndarray, expected: np.ndarray) -> bool:
+    """Equal in float32, NaN where NaN is; JSON's float64 must be the float32 value exactly."""
+    narrow = values.astype(np.float32)
+    exact = np.array_equal(narrow.astype(values.dtype), values, equal_nan=True)
+    finite = ~np.isnan(expected)
+    same = np.array_equal(narrow[finite].view(np.int32), expected[finite].astype(np.float32).view(np.int32))
+    return exact and same and bool(np.all(np.isnan(narrow[~finite])))
+
+
+def in_index_order(samples: Sequence[DumpSample]) -> list[DumpSample]:
+    return sorted(samples, key=lambda sample: sample.sample_index)
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("seed", range(8))
+def test_samples_come_back_bit_for_bit(name: str, seed: int, tmp_path: Path) -> None:
+    paths, given = written(name, tmp_path, 3, draw(np.random.default_rng(seed)))
+    told = Told()
+    samples = in_index_order(read_all(paths, told))
+    assert len(samples) == len(given), told.text
+    for sample, expected in zip(samples, given, strict=True):
+        assert_same(sample, expected, 3)
+    assert not told, told.text
+
+
+def recorded_samples() -> list[Given]:
+    """Samples of a recorded pair of engines, with real log-probabilities."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "diagnosis"))
+    try:
+        from recordings import PAIRS, read
+    finally:
+        sys.path.pop(0)
+    recording = read(min((PAIRS / "tune").glob("*.npz")))
+    samples = next(iter(recording.conditions.values()))[:24]
+    rng = np.random.default_rng(1)
+    given = []
+    for index, sample in enumerate(samples):
+        length = len(sample["train"])
+        ids = rng.integers(1, recording.vocabulary, length + 8).tolist()
+        none = np.zeros(length, dtype=bool)
+        columns = sample["train"].astype(np.float32), sample["rollout"].astype(np.float32)
+        given.append(Given(index, ids[:8], ids[8:], *columns, ~none, none))
+    return given
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_recorded_log_probs(name: str, tmp_path: Path) -> None:
+    paths, given = written(name, tmp_path, 0, recorded_samples())
+    for sample, expected in zip(in_index_order(read_all(paths, Told())), given, strict=True):
+        assert_same(sample, expected, 0)
+
+
+def test_labels(tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(0), 4)]
+    ranks = {}
+    for name in WRITERS:
+        paths = WRITERS[name][1](tmp_path / name, 0, given)
+        samples = in_index_order(read_all(paths, Told()))
+        ranks[name] = [sample.labels.get("rank") for sample in samples]
+        if name.startswith("table"):
+            assert [sample.labels["engine"] for sample in samples] == ["e0", "e1", "e0", "e1"]
+            assert [sample.rollout_id for sample in samples] == [0, 0, 1, 1]
+    assert ranks["slime"] == ranks["prime-rl"] == ["0", "1", "0", "1"]
+    for rank, sample in zip(ranks["miles"], given, strict=True):
+        assert len(rank) == len(sample) and set(rank) <= {"0", "2"}  # those of tensor-parallel rank 0
+
+
+def test_an_evidence_line_is_a_table(tmp_path: Path) -> None:
+    line = {
+        "step": 4,
+        "rank": 1,
+        "sample_index": None,
+        "rollout_id": [5, 5],
+        "labels": {"engine": "e1"},
+        "train_log_probs": [-0.5, None],
+        "train_log_probs_dtype": "bfloat16",
+        "train_nonfinite": {"-Infinity": [1]},
+        "mask": [1, 1],
+        "rollout_log_probs": [None, None],
+        "rollout_nonfinite": {"NaN": [0]},
+    }
+    path = tmp_path / "evidence.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    (sample,) = read_all([path], Told())
+    assert sample.train_log_probs is not None and sample.train_log_probs.dtype == np.float32
+    assert sample.train_log_probs.tolist() == [-0.5, -np.inf]
+    assert sample.rollout_log_probs is not None and np.isnan(sample.rollout_log_probs[0])
+    assert sample.rollout_missing is not None and sample.rollout_missing.tolist() == [False, True]
+    assert (sample.step, sample.sample_index, sample.rollout_id) == (4, -1, 5)
+    assert sample.labels == {"engine": "e1", "rank": "1"}
+
+
+def test_json_accepts_null_and_bare_names_and_whole_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"train_log_probs": [-1, NaN, -Infinity], "rollout_log_probs": [null, Infinity, -2.5]}\n\n')
+    (sample,) = read_all([path], Told())
+    assert sample.train_log_probs is not None and sample.rollout_log_probs is not None
+    assert np.array_equal(sample.train_log_probs, [-1.0, np.nan, -np.inf], equal_nan=True)
+    assert sample.rollout_missing is not None and sample.rollout_missing.tolist() == [True, False, False]
+    assert sample.rollout_log_probs[1:].tolist() == [np.inf, -2.5]
+    assert sample.mask.all() and sample.token_ids is None and sample.step is None
+
+
+def test_unequal_arrays_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        json.dumps({"train_log_probs": [-1.0, -2.0], "rollout_log_probs": [-1.0], "mask": [1, 1, 1]}) + "\n"
+    )
+    (sample,) = read_all([path], Told())
+    assert sample.train_log_probs is not None and sample.rollout_log_probs is not None
+    assert (len(sample.train_log_probs), len(sample.rollout_log_probs), len(sample)) == (2, 1, 3)
+
+
+def test_padded_arrays_of_either_side(tmp_path: Path) -> None:
+    train = np.array([[0, -1, -2], [-3, 0, 0]], dtype=np.float32)
+    np.savez(tmp_path / "a.npz", train_log_probs=train, rollout_log_probs=train - 1, mask=train < 0)
+    samples = read_all([tmp_path / "a.npz"], Told())
+    assert [sample.train_log_probs.tolist() for sample in samples if sample.train_log_probs is not None] == [
+        [-1.0, -2.0],
+        [-3.0],
+    ]
+    np.savez(tmp_path / "a.npz", train_log_probs=train, rollout_log_probs=train, mask=train < 0, lengths=[3, 2])
+    samples = read_all([tmp_path / "a.npz"], Told())
+    assert [sample.mask.tolist() for sample in samples] == [[False, True, True], [True, False]]
+
+
+def test_bfloat16_is_read_as_float32(tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(0), 1, odd=False)]
+    (path,) = writers.slime(tmp_path, 0, given)
+    payload = torch.load(path)
+    payload["samples"][0]["rollout_log_probs"] = payload["samples"][0]["rollout_log_probs"].bfloat16()
+    torch.save(payload, path)
+    (sample,) = read_all([path], Told())
+    expected = torch.from_numpy(given[0].rollout).bfloat16().float().numpy()
+    assert sample.rollout_log_probs is not None and sample.rollout_log_probs.dtype == np.float32
+    assert same_bits(sample.rollout_log_probs, expected)
+
+
+# --- NeMo-RL and prime-rl -------------------------------------------------------------------------------------------
+
+
+def edit_lines(path: Path, **changes: Any) -> None:
+    records = [json.loads(line) | changes for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_nemo_sample_mask_turns_a_sample_off(tmp_path: Path) -> None:
+    (path,) = writers.nemo_rl(tmp_path, 2, draw(np.random.default_rng(0), 2))
+    edit_lines(path, sample_loss_mask=0.0)
+    samples = read_all([path], Told())
+    assert [len(sample) > 0 and not sample.mask.any() for sample in samples] == [True, True]
+
+
+def test_prime_tokens_of_cross_entropy_are_not_active(tmp_path: Path) -> None:
+    given = draw(np.random.default_rng(3), 1)
+    path = writers.prime_rl(tmp_path, 2, given)[0]
+    length = len(given[0].prompt) + len(given[0])
+    weights = [0.0] * length
+    weights[len(given[0].prompt)] = 1.0
+    edit_lines(path, rl_weights=weights)
+    (sample, *_) = [s for part in files.find([path], tell=Told()) for s in files.read(part, PICKLES, Told())]
+    assert np.flatnonzero(sample.mask).tolist() == [0]
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tells_cp", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+@pytest.mark.parametrize(("dp", "pp"), [(1, 1), (2, 1), (2, 2)])
+def test_ranks_are_put_together(tells_cp: bool, tp: int, cp: int, dp: int, pp: int, tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(cp), 7)]
+    paths = writers.ranks(tmp_path, 1, given, tp=tp, cp=cp, dp=dp, pp=pp, tells_cp=tells_cp)
+    told = Told()
+    samples = in_index_order(read_all(paths, told))
+    assert len(samples) == 7, told.text
+    for sample, expected in zip(samples, given, strict=True):
+        assert_same(sample, expected, 1)
+    assert not told, told.text
+
+
+def test_padded_rows_are_cut_by_their_padded_length(tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(5), 4)]
+    paths = writers.ranks(tmp_path, 1, given, cp=2, padded=40)
+    for sample, expected in zip(read_all(paths, Told()), given, strict=True):
+        assert_same(sample, expected, 1)
+
+
+def test_a_missing_context_parallel_rank_is_never_papered_over(tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(5), 6)]
+    writers.ranks(tmp_path, 1, given, cp=2, dp=2, drop=[3])
+    told = Told()
+    samples = read_all([tmp_path], told)
+    assert [sample.sample_index for sample in samples] == [0, 2, 4]
+    assert "of its 2 context-parallel ranks the files of 1 are missing: its 3 samples are left out" in told.text
+
+
+def test_a_missing_tensor_parallel_copy_costs_nothing_but_is_told(tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(5), 6)]
+    writers.ranks(tmp_path, 1, given, tp=2, cp=2, drop=[1])
+    told = Told()
+    assert len(read_all([tmp_path], told)) == 6
+    assert "step 1 lacks the files of the ranks 1" in told.text
+
+
+def test_older_slime_ranks_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(5), 6)]
+    writers.ranks(tmp_path, 1, given, cp=2, tells_cp=False, drop=[1])
+    told = Told()
+    with pytest.raises(DumpError, match="no sample of the format slime could be read"):
+        read_all([tmp_path], told)
+    assert "its 6 samples are left out" in told.text
+
+
+def test_copies_that_differ_are_told(tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(5), 3)]
+    paths = writers.ranks(tmp_path, 1, given, tp=2, cp=1)
+    payload = torch.load(paths[1])
+    payload["rollout_data"]["log_probs"][0] += 1
+    torch.save(payload, paths[1])
+    told = Told()
+    for sample, expected in zip(read_all(paths, told), given, strict=True):
+        assert_same(sample, expected, 1)
+    assert "its log-probabilities differ from those of rank 0, which are taken" in told.text
+
+
+# --- finding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_misnamed_file_is_known_by_its_content(name: str, tmp_path: Path) -> None:
+    paths, _ = written(name, tmp_path / "a", 3, draw(np.random.default_rng(0)))
+    renamed = tmp_path / "b" / "3_0.dat"
+    renamed.parent.mkdir()
+    shutil.copy(paths[0], renamed)
+    assert [part.format for part in files.find([renamed], tell=Told())] == [WRITERS[name][0]]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_steps_of_a_folder_in_order_of_their_numbers(name: str, tmp_path: Path) -> None:
+    for step in (10, 9, 11, 2):
+        written(name, tmp_path, step, draw(np.random.default_rng(step)))
+    told = Told()
+    parts = files.find([tmp_path], tell=told)
+    steps = [part.step for part in parts]
+    assert list(dict.fromkeys(steps)) == [2, 9, 10, 11]
+    assert "6 steps are missing between 2 and 11: 3, 4, 5, 6, 7, 8" in told.text
+    assert [sample.step for part in parts for sample in files.read(part, PICKLES, Told())] == sorted(
+        sample.step for part in parts for sample in files.read(part, PICKLES, Told())
+    )
+
+
+def test_every_kth_step_is_a_sequence_too(tmp_path: Path) -> None:
+    for step in (10, 20, 40):
+        written("table jsonl", tmp_path, step, draw(np.random.default_rng(0)))
+    told = Told()
+    files.find([tmp_path], tell=told)
+    assert [sentence for _, sentence in told] == ["1 steps are missing between 10 and 40: 30"]
+
+
+def test_globs_folders_and_files_are_read_once(tmp_path: Path) -> None:
+    for step in range(3):
+        written("table npz", tmp_path, step, draw(np.random.default_rng(0)))
+    paths = [tmp_path / "step_*.npz", tmp_path, tmp_path / "step_1.npz"]
+    assert [part.step for part in files.find(paths, tell=Told())] == [0, 1, 2]
+
+
+def test_all_formats_in_one_folder(tmp_path: Path) -> None:
+    for name in WRITERS:
+        written(name, tmp_path / name, 0, draw(np.random.default_rng(0)))
+    found = {part.format for part in files.find([tmp_path], tell=Told())}
+    assert found == set(files.FORMATS) - {"auto"}
+    assert {part.format for part in files.find([tmp_path], "table", tell=Told())} == {"table"}
+
+
+def test_files_that_are_no_dump(tmp_path: Path) -> None:
+    written("table jsonl", tmp_path, 0, draw(np.random.default_rng(0)))
+    for name in ("a.txt", "b.png"):
+        (tmp_path / name).write_bytes(b"\x89 nothing")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "empty.jsonl").touch()
+    told = Told()
+    assert len(files.find([tmp_path], tell=told)) == 1
+    assert {(path.name, sentence) for path, sentence in told} == {
+        ("config.json", "it is no dump of a known format"),
+        ("empty.jsonl", "the file is empty"),
+        (tmp_path.name, "2 other files were passed over, such as a.txt"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "format", "match"),
+    [
+        ("nowhere", "auto", "nowhere does not exist"),
+        ("none*.pt", "auto", "no dump of a known format was found"),
+        (".", "auto", "no dump of a known format was found"),
+        (".", "csv", "the format must be one of auto, slime"),
+    ],
+)
+def test_nothing_found(path: str, format: str, match: str, tmp_path: Path) -> None:
+    with pytest.raises(DumpError, match=match):
+        files.find([tmp_path / path], format, tell=Told())
+
+
+def test_a_pipe_is_no_dump(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DumpError, match="no regular file"):
+        files.find([tmp_path / "pipe.jsonl"], tell=Told())
+    with pytest.raises(DumpError, match="no dump"):
+        files.find([tmp_path], tell=Told())
+
+
+# --- one side only --------------------------------------------------------------------------------------------------
+
+
+def test_rollout_data_of_slime(tmp_path: Path) -> None:
+    path = tmp_path / "rollout_data" / "0.pt"
+    path.parent.mkdir()
+    torch.save({"rollout_id": 0, "samples": [{"tokens": [1], "rollout_log_probs": [-1.0]}]}, path)
+    with pytest.raises(DumpError, match="--dump-details or --save-debug-train-data"):
+        files.find([path], tell=Told())
+    written("slime", tmp_path, 0, draw(np.random.default_rng(0)))
+    told = Told()
+    assert [part.paths[0].parent.name for part in files.find([tmp_path], tell=told)] == ["train_data"]
+    assert "the file holds the rollout side only" in told.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("1.jsonl", b'{"input": "a", "output": "b", "gts": "c", "score": 1.0, "step": 1}\n', "verl has no switch"),
+        ("gen_batch.dp", b"\x80\x04\x95\x10cverl.protocol\nDataProto\n", "rollout side only"),
+        ("rollouts_rank0_iteration1_math.json", b'[[{"logprobs": [[-1.0]], "generation_mask": [[true]]}]]', "Megatron"),
+    ],
+)
+def test_rollout_only_files(name: str, content: bytes, match: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DumpError, match=match):
+        files.find([tmp_path], tell=Told())
+
+
+def test_no_train_side(tmp_path: Path) -> None:
+    given = draw(np.random.default_rng(0))
+    for name, key, match in (
+        ("slime", "log_probs", "--get-mismatch-metrics"),
+        ("miles", "log_probs", "--get-mismatch-metrics"),
+    ):
+        for path in WRITERS[name][1](tmp_path / name, 0, given):
+            payload = torch.load(path)
+            for record in payload.get("samples", [payload.get("rollout_data")]):
+                record.pop(key)
+            torch.save(payload, path)
+        with pytest.raises(DumpError, match=match):
+            read_all([tmp_path / name], Told())
+    (path,) = writers.nemo_rl(tmp_path, 0, given)
+    edit_lines(path, prev_logprobs=None)
+    with pytest.raises(DumpError, match="force_on_policy_ratio"):
+        read_all([path], Told())
