@@ -27,7 +27,7 @@ LEVELS = (
     ("state", "report"),
     ("measure", "run_total", "signatures"),
     ("collector", "evidence_table", "diagnose", "dumps", "run_view"),
-    ("allreduce", "evidence", "limits", "sinks", "warning_log"),
+    ("allreduce", "evidence", "limits", "sinks", "warning_log", "page"),
     ("setting_values", "auditor"),
     ("settings",),
     ("megatron_groups",),
@@ -46,6 +46,7 @@ MODULES = sorted(
 OPTIONAL = (
     "megatron", "torchmetrics", "rich", "transformers", "tensorboard", "wandb", "mlflow", "pandas", "pyarrow",
     "safetensors", "yaml", "hypothesis", "pytest", "vllm", "scipy", "matplotlib",
+    "jinja2", "plotly", "typer",
 )  # fmt: skip
 
 
