@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlk_audit.breakdowns import Bucket
 from rlk_audit.page.axes import ZERO_NOTE, LogScale, finite_maximum
 from rlk_audit.page.parts import Chart, Table, Trace
-from rlk_audit.page.text import chart_text, figure
+from rlk_audit.page.text import NOTHING, chart_text, figure
 from rlk_audit.report import RankSummary, StepReport
 
 ROWS = 40
@@ -74,7 +74,7 @@ def rank_chart(steps: Sequence[StepReport]) -> Chart | None:
         tuple(
             (
                 row.name,
-                ranks[number][-1].host or "–",
+                ranks[number][-1].host or NOTHING,
                 len(ranks[number]),
                 row.count,
                 row.figures["mean"],

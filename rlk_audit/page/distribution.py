@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class SignedAxis:
         exponents = range(lowest, math.ceil(math.log10(self._largest)) + 1)
         exponents = exponents[:: max(1, math.ceil(len(exponents) / 4))]
         ticks = [(self.place(10.0**e), power_of_ten(e)) for e in exponents]
-        ticks = [(-at, f"−{name}") for at, name in reversed(ticks)] + [(0.0, "0")] + ticks
+        ticks = [(-at, f"-{name}") for at, name in reversed(ticks)] + [(0.0, "0")] + ticks
         end = self.place(self._largest) * 1.02
         return {
             "title": {"text": title},
@@ -95,7 +96,7 @@ def histogram_chart(histogram: Histogram) -> Chart:
         "line": {"color": "--line-5", "width": 2},
     }
     layout = {
-        "xaxis": axis.axis("dlogp = train − rollout, nats") | {"anchor": "y2"},
+        "xaxis": axis.axis("dlogp = train minus rollout, nats") | {"anchor": "y2"},
         "yaxis": {"title": {"text": "tokens"}, "domain": [0.4, 1]},
         "yaxis2": {"title": {"text": "share ≤"}, "domain": [0, 0.32], "range": [0, 1.02], "tickformat": ".0%"},
         "showlegend": False,
@@ -183,7 +184,7 @@ def density_chart(density: Density) -> Chart | None:
     if not total:
         return None
     largest = int(counts.max())
-    centers = [(a + b) / 2 for a, b in zip(density.edges, density.edges[1:], strict=False)]
+    centers = [(a + b) / 2 for a, b in pairwise(density.edges)]
     exponents = range(math.ceil(math.log10(largest)) + 1)
     heat = {
         "type": "heatmap",

@@ -63,6 +63,6 @@ def _colour(dlogp: float) -> str:
 def legend() -> list[tuple[str, str]]:
     """Return the colours' classes with what they mean, from the most negative to the most positive."""
     edges = [f"{edge:.2g}" for edge in STRENGTHS]
-    down = [(f"down-{i + 1}", f"≤ −{edge}") for i, edge in enumerate(edges)]
+    down = [(f"down-{i + 1}", f"≤ -{edge}") for i, edge in enumerate(edges)]
     up = [(f"up-{i + 1}", f"≥ +{edge}") for i, edge in enumerate(edges)]
     return [*reversed(down), ("plain", f"within ±{edges[0]}"), *up]

@@ -6,7 +6,7 @@ import math
 
 from rlk_audit.page.breakdown_charts import breakdown_chart, rank_chart
 from rlk_audit.page.distribution import density_chart, histogram_chart, tail_chart
-from rlk_audit.page.parts import Chart, Section, Table
+from rlk_audit.page.parts import Cell, Chart, Section, Table
 from rlk_audit.page.step_lines import step_chart
 from rlk_audit.page.text import NOTHING, step_name
 from rlk_audit.page.totals import compared_tokens, whole, worst_tokens
@@ -79,7 +79,7 @@ def _worst(view: RunView) -> Section:
         return Section("worst", "Worst tokens", "worst", missing="No token was compared.")
     labels = list(dict.fromkeys(name for _, token in tokens for name in token.labels))
     columns = ("step", "dlogp", "train", "rollout", "sample", "position", "token id", "rollout id", "rank")
-    rows = tuple(
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
         (
             NOTHING if step is None else step_name(step),
             token.dlogp,

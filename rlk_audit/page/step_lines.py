@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from rlk_audit.page.axes import ZERO_NOTE, LogScale
 from rlk_audit.page.parts import Cell, Chart, Table, Trace
-from rlk_audit.page.text import chart_text, count_of, figure, quantile_name, step_name
+from rlk_audit.page.text import NOTHING, chart_text, count_of, figure, quantile_name, step_name
 from rlk_audit.page.totals import failures, quantile_keys
 from rlk_audit.report import StepReport
 
@@ -79,7 +80,7 @@ def _fraction(key: str) -> float:
 def numbers_known(steps: Sequence[StepReport]) -> bool:
     """Return whether the steps have numbers that grow."""
     known = [report.step for report in steps if report.step is not None]
-    return len(known) == len(steps) and all(a < b for a, b in zip(known, known[1:], strict=False))
+    return len(known) == len(steps) and all(a < b for a, b in pairwise(known))
 
 
 def step_numbers(steps: Sequence[StepReport]) -> list[int]:
@@ -150,7 +151,7 @@ def _summary(steps: Sequence[StepReport], columns: dict[str, list[float]], faile
     if gaps and finite:
         told += f" {count_of(gaps, 'step')} without a number {'is a gap' if gaps == 1 else 'are gaps'}."
     if failed:
-        told += f" {count_of(len(failed), 'step')} crossed a limit, marked × above the lines."
+        told += f" {count_of(len(failed), 'step')} crossed a limit, marked by crosses above the lines."
     if len(steps) > POINTS:
         told += (
             f" Of each {-(-2 * len(steps) // POINTS)} neighbouring steps a line shows the least and the largest value "
@@ -172,7 +173,7 @@ def _table(steps: Sequence[StepReport], columns: dict[str, list[float]], failed:
             step_name(steps[i].step),
             steps[i].metrics.get("compared_token_count", math.nan),
             *(columns[key][i] for key in columns),
-            "; ".join(failures(steps[i])) or "–",
+            "; ".join(failures(steps[i])) or NOTHING,
         )
         for i in places
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 
-NOTHING = "–"
+NOTHING = "\N{EN DASH}"
 """Shown where there is no number."""
 
 LONGEST = 300

@@ -59,7 +59,6 @@ def page_html(view: RunView) -> str:
     )
     environment.undefined = jinja2.StrictUndefined
     environment.filters |= {"figure": figure, "plain": plain}
-    environment.tests["number"] = lambda value: isinstance(value, (int, float))
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     script = _resource("page.js")
     groups, left_out = causes.cause_groups(view)
