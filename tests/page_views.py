@@ -59,9 +59,9 @@ def recorded_view(kinds: list[faults.Kind], title: str = "recorded run", config:
     with Auditor(config, sinks=[]) as auditor:
         for number, kind in enumerate(kinds, start=1):
             run = faults.make(kind, recording, number)
-            auditor.update(batch := _batch(run), labels=_labels(run))
             collector = Collector(config)
-            collector.update(batch, labels=_labels(run))
+            for audit in (auditor, collector):
+                audit.update(_batch(run))
             total.add(collector.pack(0, 1), 1)
             report = auditor.step(number)
             steps.append(report)
@@ -80,13 +80,9 @@ def _batch(run: faults.Run) -> TokenBatch:
     train, rollout = ([sample[side].tolist() for sample in run] for side in ("train", "rollout"))
     mask = [[1] * len(values) for values in train]
     numbers = list(range(len(run)))
-    return TokenBatch.from_lists(train, rollout, mask, sample_index=numbers, sample_slot=numbers)
-
-
-def _labels(run: faults.Run) -> dict[str, Any]:
-    lengths = [len(sample["train"]) for sample in run]
-    engines = np.repeat([sample["engine"] for sample in run], lengths)
-    return {"engine": engines.tolist(), "weight_lag": np.minimum(engines, 2).tolist()}
+    engines = [sample["engine"] for sample in run]
+    labels = {"engine": engines, "weight_lag": [min(engine, 2) for engine in engines]}
+    return TokenBatch.from_lists(train, rollout, mask, sample_index=numbers, sample_slot=numbers, labels=labels)
 
 
 def _excerpt(step: int, worst: WorstToken, run: faults.Run) -> Excerpt:
