@@ -8,7 +8,6 @@ from itertools import groupby
 
 from rlk_audit.finding import NOTHING_TO_CHECK, Finding
 from rlk_audit.page.text import steps_name
-from rlk_audit.report import StepReport
 from rlk_audit.run_view import Causes, RunView
 
 GROUPS = 60
@@ -31,8 +30,9 @@ class CauseGroup:
 
 def cause_groups(view: RunView) -> tuple[list[CauseGroup], str]:
     """Return the causes in the order of steps, faults first where there are too many, and what was left out."""
-    groups = [_group(causes, "diagnosed from tokens") for causes in view.causes]
-    groups += [_group(causes, "said by the step's report") for causes in _of_reports(view.steps)]
+    reports = [Causes(report.step, report.step, report.findings) for report in view.steps]
+    groups = [_group(causes, "diagnosed from tokens") for causes in _joined(view.causes)]
+    groups += [_group(causes, "said by the step's report") for causes in _joined(reports)]
     if view.total is not None and view.total.findings:
         groups.append(CauseGroup("the whole run", "said by the total's report", view.total.findings))
     if len(groups) <= GROUPS:
@@ -45,12 +45,20 @@ def _group(causes: Causes, source: str) -> CauseGroup:
     return CauseGroup(steps_name(causes.first_step, causes.last_step), source, causes.findings)
 
 
-def _of_reports(steps: Sequence[StepReport]) -> list[Causes]:
-    """Join neighbouring steps that name the same causes; the strongest step's words stand for all."""
-    found = []
-    for _, neighbours in groupby(steps, key=lambda report: tuple(finding.code for finding in report.findings)):
-        reports = list(neighbours)
-        if reports[0].findings:
-            strongest = max(reports, key=lambda report: report.findings[0].strength)
-            found.append(Causes(reports[0].step, reports[-1].step, strongest.findings))
-    return found
+def _joined(causes: Sequence[Causes]) -> list[Causes]:
+    """Join neighbours that name the same causes in the same places; the strongest one's words stand for all."""
+    joined = []
+    for _, group in groupby(causes, key=_named):
+        neighbours = list(group)
+        if neighbours[0].findings:
+            strongest = max(neighbours, key=lambda found: found.findings[0].strength)
+            joined.append(Causes(neighbours[0].first_step, neighbours[-1].last_step, strongest.findings))
+    return joined
+
+
+def _named(causes: Causes) -> tuple[object, ...]:
+    """Return codes and the places that the evidence names, such as an engine; its numbers differ from step to step."""
+    return tuple(
+        (finding.code, *(value for value in finding.evidence.values() if isinstance(value, str)))
+        for finding in causes.findings
+    )

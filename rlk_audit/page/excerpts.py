@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlk_audit.page.text import figure, shortened, signed, step_name
@@ -12,7 +12,7 @@ from rlk_audit.run_view import Excerpt
 
 STRENGTHS = (0.01, 0.1, math.log(2), 2.0)
 """abs(dlogp) from which a token has a stronger colour, nats."""
-EXCERPTS = 40
+EXCERPTS = 24
 _LONGEST_TEXT = 80
 
 
@@ -25,6 +25,11 @@ class ShownToken:
     colour: str
     numbers: str
     is_worst: bool
+
+
+def worst_first(excerpts: Sequence[Excerpt]) -> list[Excerpt]:
+    """Return the excerpts that are shown, those of largest abs(dlogp)."""
+    return sorted(excerpts, key=lambda excerpt: -excerpt.worst.abs_dlogp)[:EXCERPTS]
 
 
 def excerpt_title(excerpt: Excerpt) -> str:

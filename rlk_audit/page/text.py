@@ -49,10 +49,12 @@ def figure(value: float | int | None) -> str:
 
 
 def signed(value: float) -> str:
-    """Return a dlogp with its sign, to two decimals where that says enough."""
+    """Return a dlogp with its sign, shortly: ``~0`` where it is below 0.0005."""
     if math.isnan(value):
         return NOTHING
-    return f"{value:+.2f}" if abs(value) >= 0.095 else f"{value:+.1g}" if value else "0"
+    if abs(value) < 0.0005:
+        return "~0" if value else "0"
+    return f"{value:+.2f}" if abs(value) >= 0.095 else f"{value:+.1g}"
 
 
 def power_of_ten(exponent: int) -> str:

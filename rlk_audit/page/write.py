@@ -62,7 +62,7 @@ def page_html(view: RunView) -> str:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     script = _resource("page.js")
     groups, left_out = causes.cause_groups(view)
-    shown = view.excerpts[: excerpts.EXCERPTS]
+    shown = excerpts.worst_first(view.excerpts)
     page: str = environment.from_string(_resource("template.html")).render(
         view=view,
         version=__version__,
