@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlk_audit.page.text import power_of_ten
+
 ZERO_NOTE = "Values of exactly 0 are drawn at the edge."
 
 
@@ -40,22 +42,14 @@ class LogScale:
         """Return the axis of plotly."""
         low, high = math.log10(self.low), math.log10(self.high)
         decades = high - low
+        exponents = range(round(low), round(high) + 1, max(1, math.ceil(decades / 8)))
         return {
             "type": "log",
             "title": {"text": title},
             "range": [low - 0.02 * decades, high + 0.02 * decades],
-            "dtick": max(1, math.ceil(decades / 8)),
+            "tickvals": [10.0**exponent for exponent in exponents],
+            "ticktext": ["0" if 10.0**e == self.low and self.has_zero else power_of_ten(e) for e in exponents],
         }
-
-
-def linear_axis(title: str) -> dict[str, Any]:
-    """Return an axis of plotly that is not logarithmic."""
-    return {"type": "linear", "title": {"text": title}}
-
-
-def every_few(count: int, most: int) -> range:
-    """Return at most so many places of ``count`` that are evenly apart."""
-    return range(0, count, max(1, -(-count // most)))
 
 
 def finite_maximum(values: Sequence[float]) -> float:

@@ -116,6 +116,7 @@ def _chart(name: str, title: str, label: str, rows: list[_Row], table: Table, re
         "name": "tokens",
         "x": [row.count for row in rows],
         "y": places,
+        "width": 0.5,
         "xaxis": "x2",
         "text": [f"{row.count:,} tokens" for row in rows],
         "textposition": "none",

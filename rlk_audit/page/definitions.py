@@ -25,13 +25,14 @@ DEFINITIONS = (
         "abs_dlogp",
         "mean, p50 ... p99.9, max",
         "Of abs(d) over the compared tokens of all ranks. A quantile is the smallest value with at least that share of "
-        "the tokens at or below it; at the default setting within 0.78 % of the exact one. Mean and max are exact.",
+        "the tokens at or below it; at the default setting within 0.78 % of the exact one. Max is exact, and so "
+        "is the sum behind the mean, of values rounded to float32.",
     ),
     Definition(
         "classes",
         "compared and excluded tokens",
         "Tokens with mask != 0 are active and fall in exactly one class: rejected (token ids or lengths differ), "
-        "rollout_missing, rollout_sentinel and train_sentinel (placeholders at or below -1000), rollout_nan, "
+        "rollout_missing, rollout_sentinel and train_sentinel (placeholders at or below -1000 by default), rollout_nan, "
         "rollout_neginf, train_nan, train_neginf, positive (no log-probability), or compared. Only compared tokens "
         "enter the other numbers.",
     ),
@@ -39,7 +40,7 @@ DEFINITIONS = (
         "verdict",
         "verdict",
         "A report failed if one of its metrics crossed a limit that was set, or something occurred that must not. "
-        "Without limits nothing is judged, and a metric without a number passes no limit.",
+        "Without limits nothing is judged, and a limited metric without a number is said to have no data.",
     ),
     Definition(
         "causes",

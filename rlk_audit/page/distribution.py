@@ -12,11 +12,11 @@ import numpy as np
 from rlk_audit.metrics import Histogram
 from rlk_audit.page.axes import LogScale
 from rlk_audit.page.parts import Chart, Table
-from rlk_audit.page.text import figure, power_of_ten, quantile_name
+from rlk_audit.page.text import NOTHING, figure, power_of_ten, quantile_name
 from rlk_audit.page.totals import quantile_keys
 from rlk_audit.run_view import Density
 
-_CENTRAL_SHARE = 0.02
+_CENTRAL_SHARE = 0.05
 """The axis is linear around zero as far as this share of the tokens that are not there."""
 
 
@@ -41,8 +41,8 @@ class SignedAxis:
     def axis(self, title: str) -> dict[str, Any]:
         """Return the axis of plotly."""
         lowest = round(math.log10(self.linear))
-        exponents = range(lowest, math.ceil(math.log10(self._largest)) + 1)
-        exponents = exponents[:: max(1, math.ceil(len(exponents) / 4))]
+        highest = math.floor(math.log10(self._largest))
+        exponents = range(highest, lowest, -max(1, math.ceil((highest - lowest) / 3)))[::-1]
         ticks = [(self.place(10.0**e), power_of_ten(e)) for e in exponents]
         ticks = [(-at, f"-{name}") for at, name in reversed(ticks)] + [(0.0, "0")] + ticks
         end = self.place(self._largest) * 1.02
@@ -131,11 +131,13 @@ def survival(histogram: Histogram) -> tuple[list[float], list[int]]:
 
 def tail_chart(histogram: Histogram, metrics: Mapping[str, float | int]) -> Chart:
     """Return the share of tokens at or beyond each abs(dlogp), both logarithmic, with the quantiles marked."""
-    pairs = [(size, n) for size, n in zip(*survival(histogram), strict=True) if size > 0 and n]
     total = sum(histogram.counts)
+    pairs = [(size, n) for size, n in zip(*survival(histogram), strict=True) if size > 0 and n]
+    whole = sum(n >= 0.99 * total for _, n in pairs)
+    pairs = pairs[max(0, whole - 1) :]  # a long level line would take the place of the tail
     pairs += [(float(metrics["abs_dlogp_max"]), 1)] if metrics.get("abs_dlogp_max", math.nan) > 0 else []
     shares = LogScale.of([n / total for _, n in pairs])
-    sizes = LogScale.of([size for size, _ in pairs if size >= 1e-9])
+    sizes = LogScale.of([size for size, _ in pairs])
     marks = [(key, float(metrics[key]), 1 - _quantile(key)) for key in quantile_keys(metrics) if metrics[key] > 0]
     data = [
         {
@@ -155,7 +157,7 @@ def tail_chart(histogram: Histogram, metrics: Mapping[str, float | int]) -> Char
             "x": [value for _, value, _ in marks],
             "y": [share for _, _, share in marks],
             "text": [quantile_name(key) for key, _, _ in marks],
-            "textposition": "top right",
+            "textposition": "middle left",
             "customdata": [figure(value) for _, value, _ in marks],
             "hovertemplate": "%{text} is %{customdata}<extra></extra>",
             "marker": {"color": "--line-5", "size": 8},
@@ -167,7 +169,7 @@ def tail_chart(histogram: Histogram, metrics: Mapping[str, float | int]) -> Char
         "showlegend": False,
     }
     beyond = metrics.get("tail_frac_ln2", math.nan)
-    summary = f"The tail: {figure(beyond)} of the tokens have abs(dlogp) above ln 2, where the ratio leaves [0.5, 2]."
+    summary = f"The tail: {NOTHING if math.isnan(beyond) else format(beyond, '.2%')} of the tokens have abs(dlogp) above ln 2, where the ratio leaves [0.5, 2]."
     rows = tuple((figure(size), n, n / total) for size, n in pairs)
     table = Table("Tokens at or beyond an abs(dlogp), nats", ("abs(dlogp)", "tokens", "share"), rows)
     return Chart("tail", "Tail of abs(dlogp)", summary, data, layout, 380, table)
@@ -198,7 +200,10 @@ def density_chart(density: Density) -> Chart | None:
         "zmin": 0,
         "zmax": max(math.log10(largest), 1),
         "colorbar": {
-            "title": {"text": "tokens"},
+            "title": {"text": "tokens", "side": "right"},
+            "orientation": "h",
+            "y": -0.22,
+            "yanchor": "top",
             "tickvals": list(exponents),
             "ticktext": [power_of_ten(e) for e in exponents],
             "thickness": 12,
@@ -222,7 +227,7 @@ def density_chart(density: Density) -> Chart | None:
         f"to {above / total:.1%} training gives the higher probability and to {(total - on - above) / total:.1%} the "
         "engine does."
     )
-    return Chart("density", "Train against rollout probability", summary, [heat], layout, 480, _density_table(density))
+    return Chart("density", "Train against rollout probability", summary, [heat], layout, 560, _density_table(density))
 
 
 def _density_table(density: Density) -> Table:

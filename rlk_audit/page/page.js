@@ -20,7 +20,7 @@
   function commonLayout() {
     const axis = {
       gridcolor: colour("--rule"), zerolinecolor: colour("--rule"), linecolor: colour("--quiet"),
-      exponentformat: "power", automargin: true,
+      automargin: true, title: { standoff: 10 },
     };
     return {
       font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 13, color: colour("--ink") },
