@@ -100,16 +100,18 @@ def small_report(step: int | None, drift: float, config: AuditConfig | None = No
     dlogp = np.full(32, 0.01)
     dlogp[-1] = drift
     auditor.update(TokenBatch.from_lists([(dlogp - 3.0).tolist()], [[-3.0] * 32], [[1] * 32], sample_index=[5]))
-    report = auditor.step(step)
+    report = auditor.step(0 if step is None else step)
     auditor.close()
+    report.step = step
     return report
 
 
 def empty_report(step: int | None, config: AuditConfig | None = None) -> StepReport:
     """A step in which nothing was compared."""
     auditor = Auditor(config or AuditConfig(), sinks=[])
-    report = auditor.step(step)
+    report = auditor.step(0 if step is None else step)
     auditor.close()
+    report.step = step
     return report
 
 

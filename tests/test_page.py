@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +345,7 @@ def test_structure_for_screen_readers(faulty: RunView, chromium: Any, tmp_path: 
     tab = opened.tab
     levels = tab.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map(h => Number(h.tagName[1]))")
     assert levels[0] == 1 and levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in pairwise(levels))
     assert tab.locator("main").count() == tab.locator("header").count() == tab.locator("nav").count() == 1
     for chart in tab.locator(".chart").all():
         assert chart.get_attribute("aria-label")

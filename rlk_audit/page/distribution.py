@@ -169,7 +169,8 @@ def tail_chart(histogram: Histogram, metrics: Mapping[str, float | int]) -> Char
         "showlegend": False,
     }
     beyond = metrics.get("tail_frac_ln2", math.nan)
-    summary = f"The tail: {NOTHING if math.isnan(beyond) else format(beyond, '.2%')} of the tokens have abs(dlogp) above ln 2, where the ratio leaves [0.5, 2]."
+    told = NOTHING if math.isnan(beyond) else f"{beyond:.2%}"
+    summary = f"{told} of the tokens have abs(dlogp) above ln 2, where the ratio leaves [0.5, 2]."
     rows = tuple((figure(size), n, n / total) for size, n in pairs)
     table = Table("Tokens at or beyond an abs(dlogp), nats", ("abs(dlogp)", "tokens", "share"), rows)
     return Chart("tail", "Tail of abs(dlogp)", summary, data, layout, 380, table)
