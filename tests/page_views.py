@@ -99,7 +99,7 @@ def small_report(step: int | None, drift: float, config: AuditConfig | None = No
     auditor = Auditor(config or AuditConfig(), sinks=[])
     dlogp = np.full(32, 0.01)
     dlogp[-1] = drift
-    auditor.update(TokenBatch.from_lists([(dlogp - 3.0).tolist()], [[-3.0] * 32], [[1] * 32], sample_index=[5]))
+    auditor.update(TokenBatch.from_lists([(dlogp - 20.0).tolist()], [[-20.0] * 32], [[1] * 32], sample_index=[5]))
     report = auditor.step(0 if step is None else step)
     auditor.close()
     report.step = step

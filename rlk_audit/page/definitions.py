@@ -33,8 +33,8 @@ DEFINITIONS = (
         "compared and excluded tokens",
         "Tokens with mask != 0 are active and fall in exactly one class: rejected (token ids or lengths differ), "
         "rollout_missing, rollout_sentinel and train_sentinel (placeholders at or below -1000 by default), "
-        "rollout_nan, rollout_neginf, train_nan, train_neginf, positive (no log-probability), or compared. Only compared tokens "
-        "enter the other numbers.",
+        "rollout_nan, rollout_neginf, train_nan, train_neginf, positive (no log-probability), or compared. "
+        "Only compared tokens enter the other numbers.",
     ),
     Definition(
         "verdict",
