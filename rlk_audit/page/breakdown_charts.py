@@ -125,8 +125,8 @@ def _chart(name: str, title: str, label: str, rows: list[_Row], table: Table, re
         "showlegend": False,
     }
     layout = {
-        "xaxis": scale.axis("abs(dlogp), nats") | {"domain": [0, 0.78]},
-        "xaxis2": {"domain": [0.82, 1], "nticks": 3, "tickformat": "~s", "title": {"text": "tokens"}, "tickangle": 0},
+        "xaxis": scale.axis("abs(dlogp), nats") | {"domain": [0, 0.76]},
+        "xaxis2": {"domain": [0.85, 1], "nticks": 3, "tickformat": "~s", "title": {"text": "tokens"}, "tickangle": 0},
         "yaxis": {
             "tickvals": places,
             "ticktext": [chart_text(row.name, _LABEL) for row in rows],

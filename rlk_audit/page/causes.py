@@ -32,7 +32,7 @@ def cause_groups(view: RunView) -> tuple[list[CauseGroup], str]:
     """Return the causes in the order of steps, faults first where there are too many, and what was left out."""
     reports = [Causes(report.step, report.step, report.findings) for report in view.steps]
     groups = [_group(causes, "diagnosed from tokens") for causes in _joined(view.causes)]
-    groups += [_group(causes, "said by the step's report") for causes in _joined(reports)]
+    groups += [_group(causes, "said by the steps' reports") for causes in _joined(reports)]
     if view.total is not None and view.total.findings:
         groups.append(CauseGroup("the whole run", "said by the total's report", view.total.findings))
     if len(groups) <= GROUPS:

@@ -107,7 +107,7 @@ def histogram_chart(histogram: Histogram) -> Chart:
     summary = (
         f"{below / total:.1%} of {total:,} tokens have a dlogp below zero, {above / total:.1%} one above, "
         f"{(total - below - above) / total:.1%} one within 2⁻³² of zero. Bins are a quarter of a power of two wide; "
-        f"the axis is linear within ±{axis.linear:g}."
+        f"the axis is linear within ±{power_of_ten(round(math.log10(axis.linear)))}."
     )
     rows = tuple(
         (f"{figure(low)} to {figure(high)}", count, share)
@@ -157,7 +157,7 @@ def tail_chart(histogram: Histogram, metrics: Mapping[str, float | int]) -> Char
             "x": [value for _, value, _ in marks],
             "y": [share for _, _, share in marks],
             "text": [quantile_name(key) for key, _, _ in marks],
-            "textposition": "middle left",
+            "textposition": "bottom left",
             "customdata": [figure(value) for _, value, _ in marks],
             "hovertemplate": "%{text} is %{customdata}<extra></extra>",
             "marker": {"color": "--line-5", "size": 8},
