@@ -27,7 +27,8 @@ LEVELS = (
     ("state", "report"),
     ("measure", "run_total", "signatures"),
     ("collector", "evidence_table", "diagnose", "run_view"),
-    ("allreduce", "dumps", "evidence", "limits", "sinks", "warning_log"),
+    ("allreduce", "dumps", "evidence", "limits", "sinks", "warning_log", "page"),
+    ("offline",),
     ("setting_values", "auditor"),
     ("settings",),
     ("megatron_groups",),
@@ -46,6 +47,7 @@ MODULES = sorted(
 OPTIONAL = (
     "megatron", "torchmetrics", "rich", "transformers", "tensorboard", "wandb", "mlflow", "pandas", "pyarrow",
     "safetensors", "yaml", "hypothesis", "pytest", "vllm", "scipy", "matplotlib",
+    "jinja2", "plotly", "typer",
 )  # fmt: skip
 
 
