@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def _find(paths: Sequence[Path], format: str, reading: Reading, group: Group) ->
     found: list[DumpPart] | str = []
     if group_place(group)[0] == 0:
         try:
-            found = files.find(paths, format, reading.tell)
+            found = files.find(paths, format, tell=reading.tell)
         except DumpError as error:
             found = str(error)
     shared: list[DumpPart] | str = gather_objects(found, group)[0]
@@ -304,7 +304,9 @@ def _causes(findings: Sequence[tuple[Step, tuple[Finding, ...]]]) -> tuple[Cause
 
 def _excerpts(looks: list[_Looks], total: StepReport, texts: TokenTexts | None) -> tuple[Any, ...]:
     cuttings = looks[0].cuttings.worst(look.cuttings for look in looks[1:])
-    pairs = [(cutting, token) for cutting, token in zip(cuttings, total.worst_tokens, strict=False) if is_of(cutting, token)]
+    pairs = [
+        (cutting, token) for cutting, token in zip(cuttings, total.worst_tokens, strict=False) if is_of(cutting, token)
+    ]
     show = texts or TokenTexts()
     return tuple(excerpt(cutting, token, show.of(cutting.sample.token_ids)) for cutting, token in pairs)
 

@@ -28,6 +28,7 @@ COMPRESS_AT = 1 << 20
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+
 class BinValues:
     """The values of one bin, equal ones counted once."""
 
@@ -102,7 +103,8 @@ class Wanted:
         """Return the report with exact quantiles."""
         count = int(report.metrics["compared_token_count"])
         exact = {
-            f"abs_dlogp_{quantile_suffix(q)}": self.values[q].at(order_index(q, count) - self.below[q]) for q in self.bins
+            f"abs_dlogp_{quantile_suffix(q)}": self.values[q].at(order_index(q, count) - self.below[q])
+            for q in self.bins
         }
         values = report.to_dict()
         return StepReport.from_dict(values | {"metrics": values["metrics"] | exact})

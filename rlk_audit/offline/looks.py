@@ -19,6 +19,8 @@ NEIGHBOURS = 12
 """Tokens shown on either side of a worst one."""
 DENSITY_BINS = 64
 
+_SHOWN = ("train_log_probs", "rollout_log_probs", "mask", "rollout_missing", "token_ids", "rollout_token_ids")
+
 _Key = tuple[float, int, int, bool, int]
 
 
@@ -91,10 +93,7 @@ def _cut(key: _Key, step: Step, sample: DumpSample, place: int) -> Cutting:
         return None if values is None else values[shown].copy()
 
     positions = np.arange(len(sample)) if sample.token_position is None else sample.token_position
-    columns = {
-        name: part(getattr(sample, name))
-        for name in ("train_log_probs", "rollout_log_probs", "mask", "rollout_missing", "token_ids", "rollout_token_ids")
-    }
+    columns = {name: part(getattr(sample, name)) for name in _SHOWN}
     cut = replace(sample, token_position=positions[shown].copy(), labels={}, **columns)  # type: ignore[arg-type]
     return Cutting(key, step, cut, place - whole.first)
 

@@ -1,4 +1,4 @@
-"""What a first reading of a dump finds: its steps, samples, tokens and labels, so that the second can be measured out."""
+"""What a first reading of a dump finds, and so how the second goes: steps, samples, tokens and labels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlk_audit.config import AUTO, AuditConfig
+from rlk_audit.config import BUILT_IN_BREAKDOWNS, AuditConfig
 from rlk_audit.dumps import files
 from rlk_audit.dumps.sample import DumpError, DumpPart, DumpSample, Problem, ReadOptions
 from rlk_audit.offline.labels import LabelCounts, LabelNames, choose_labels
@@ -122,7 +122,7 @@ class Plan:
         config = replace(
             config,
             worst_k=WORST_K,
-            breakdowns={"position": AUTO, "confidence": AUTO} | {label.name: label.names for label in labels},
+            breakdowns=BUILT_IN_BREAKDOWNS | {label.name: label.names for label in labels},
             samples_per_step=largest if 0 < largest <= MAX_SAMPLES else None,
             max_state_bytes=MAX_STATE_BYTES,
         )

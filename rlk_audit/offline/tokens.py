@@ -62,7 +62,8 @@ class Tokens:
     @classmethod
     def join(cls, numbered: Iterable[tuple[int, DumpSample]], labels: Sequence[LabelNames] = ()) -> Tokens:
         """Join samples, each with its number in the step."""
-        whole, refused = [], []
+        whole: list[tuple[int, DumpSample]] = []
+        refused: list[tuple[int, DumpSample]] = []
         for slot, sample in numbered:
             (whole if is_whole(sample) else refused).append((slot, sample))
         samples = [sample for _, sample in whole]
@@ -99,10 +100,9 @@ class Tokens:
     @cached_property
     def compared(self) -> Bools:
         """Which tokens an audit of default settings compares."""
-        flat = FlatTokens(
-            *(torch.from_numpy(column) for column in (self.train, self.rollout, self.active, self.missing)),
-            None if self.mismatch is None else torch.from_numpy(self.mismatch),
-        )
+        train, rollout, active, missing = map(torch.from_numpy, (self.train, self.rollout, self.active, self.missing))
+        mismatch = None if self.mismatch is None else torch.from_numpy(self.mismatch)
+        flat = FlatTokens(train, rollout, active, missing, mismatch)
         classes = classify(flat, flat.train.double(), flat.rollout.double(), AuditConfig())
         return np.asarray((classes == COUNTER_INDEX["compared"]).numpy())
 
@@ -164,7 +164,8 @@ class Tokens:
         if not self.refused:
             return None
         first = self.refused[0]
-        return refusal_of(int(self.refused_slots[0]), lengths(first), None if first.sample_index < 0 else first.sample_index)
+        known = None if first.sample_index < 0 else first.sample_index
+        return refusal_of(int(self.refused_slots[0]), lengths(first), known)
 
     def _each(self, name: str) -> torch.Tensor:
         """Return a number of each sample, one entry a token."""
