@@ -129,6 +129,7 @@ HOSTILE = (
     "<a href='javascript:alert(3)'>click</a><b>bold</b><br>%{x}&lt;i&gt;$x^2$",
     "{{ 7 * 7 }}{% include 'x' %}' onmouseover='alert(4)' \"",
     "\u202egnp.exe\u2028\u2029\x00\x1b[31m\u200b\ud800",
+    "<b>b</b>&lt;i",
 )
 
 
@@ -149,7 +150,7 @@ def _poisoned(values: dict[str, Any]) -> dict[str, Any]:
         token["labels"] = labels
     for buckets in values["breakdowns"].values():
         for i, bucket in enumerate(buckets):
-            bucket["name"] = HOSTILE[i % 4]
+            bucket["name"] = HOSTILE[i % len(HOSTILE)]
     values["breakdowns"] |= {text: values["breakdowns"]["engine"] for text in HOSTILE}
     for rank in values["ranks"]:
         rank["host"] = HOSTILE[1]
