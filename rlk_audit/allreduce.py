@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -203,6 +205,19 @@ def replicas_that_differ(collector: Collector | None, group: Group) -> list[int]
     dist.all_gather(rows, told, group=group)
     table = torch.stack(rows).tolist()
     return [rank for value, rank in table if value != table[0][0]]
+
+
+@contextmanager
+def launched_group() -> Iterator[Group]:
+    """Collective: every process that torchrun launched must enter this. A gloo group of them, or None without any."""
+    if is_distributed() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,3 +80,26 @@ class RunView:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     sample_means: npt.NDArray[np.float64] | None = None
+
+    @property
+    def whole(self) -> StepReport:
+        """The total, or the only step where there is none; of several steps without a total the last."""
+        return self.steps[-1] if self.total is None else self.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, NaN and infinities as None; densities and excerpts are left out."""
+        return {
+            "title": self.title,
+            "total": None if self.total is None else self.total.to_dict(),
+            "steps": [report.to_dict() for report in self.steps],
+            "causes": [
+                {
+                    "first_step": causes.first_step,
+                    "last_step": causes.last_step,
+                    "findings": [finding.to_dict() for finding in causes.findings],
+                }
+                for causes in self.causes
+            ],
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+        }

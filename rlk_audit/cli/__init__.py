@@ -1,0 +1,1 @@
+"""The command line, ``rlk-audit``; it needs the extra ``report``."""

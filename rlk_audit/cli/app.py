@@ -1,0 +1,280 @@
+"""The commands. Exit status: 0 fine, 1 a limit was crossed, 2 unusable input or usage."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from rlk_audit.allreduce import Group, group_place, launched_group
+from rlk_audit.cli import comparison, tables
+from rlk_audit.cli.live import watch_log
+from rlk_audit.config import AuditConfig
+from rlk_audit.contracts import apply_contract
+from rlk_audit.dumps.files import AUTO, FORMATS
+from rlk_audit.dumps.sample import ReadOptions
+from rlk_audit.limits import Judge, Limit, parse_limits
+from rlk_audit.offline import baseline
+from rlk_audit.offline.audit import Asked, audit_dump
+from rlk_audit.offline.moved import shared_tokens
+from rlk_audit.offline.run_log import is_run_log, read_run_logs
+from rlk_audit.offline.texts import TokenTexts
+from rlk_audit.page.write import write_page
+from rlk_audit.run_view import RunView
+from rlk_audit.version import __version__
+
+CROSSED, UNUSABLE = 1, 2
+WIDTH = 140
+"""Columns of a table where there is no terminal."""
+
+app = typer.Typer(
+    name="rlk-audit",
+    help="Drift between the log-probabilities of training and rollout, from dumps of tokens and logs of runs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Paths = Annotated[
+    list[Path], typer.Argument(metavar="PATH...", help="Dumps (files, folders, patterns), or logs of one run (JSONL).")
+]
+Format = Annotated[str, typer.Option(help=f"Format of the dump: {', '.join(FORMATS)}.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Unpickle files that need it. Runs what they hold: your own files only.")
+]
+By = Annotated[
+    list[str] | None,
+    typer.Option("--by", metavar="LABEL", help="Break down by this label alone; repeat for more. Else by all."),
+]
+
+
+def examples(*lines: str) -> str:
+    """Return the examples that end a command's help."""
+    return "Examples:\n\n" + "\n\n".join(f"    {line}" for line in lines)
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command(
+    epilog=examples(
+        "rlk-audit report dumps/ --html page.html",
+        "rlk-audit report 'dumps/step_*.jsonl' --by engine --exact",
+        "torchrun --nproc-per-node 4 -m rlk_audit report dumps/ --json -",
+    )
+)
+def report(
+    paths: Paths,
+    format: Format = AUTO,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON; - for standard output.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page.")] = None,
+    by: By = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Exact quantiles, by one more reading.")] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A tokenizer.json, to show tokens as text.")
+    ] = None,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Show what a dump or a run's log says."""
+    with _refusals(), launched_group() as group:
+        texts = TokenTexts(tokenizer)
+        view = _view(paths, format, Asked(by, exact, texts), allow_pickle, group)
+        if group_place(group)[0]:
+            return
+        if json_file is not None:
+            _write_json(view.to_dict(), json_file)
+        if html is not None:
+            _tell(f"{html}: {write_page(view, html) / 1e6:.1f} MB")
+        if json_file != "-":
+            _print(*tables.view_tables(view))
+
+
+@app.command(
+    epilog=examples(
+        "rlk-audit check dumps/ --limit abs_dlogp_p99=0.05 --limit 'ess0>=0.9'",
+        "rlk-audit check runs/audit.jsonl --contract contract.json --dtype bfloat16",
+        "rlk-audit check dumps/ --baseline accepted.json --ratio 1.5",
+    )
+)
+def check(
+    paths: Paths,
+    format: Format = AUTO,
+    limit: Annotated[
+        list[str] | None, typer.Option(metavar="METRIC=BOUND", help="A limit on every step; repeat for more.")
+    ] = None,
+    contract: Annotated[Path | None, typer.Option(metavar="FILE", help="Limits of a contract file.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Execution dtype whose thresholds the contract gives.")] = None,
+    baseline_file: Annotated[
+        Path | None, typer.Option("--baseline", metavar="FILE", help="What `report --json` wrote of an accepted run.")
+    ] = None,
+    ratio: Annotated[float, typer.Option(help="How many times the baseline's drift is tolerated.")] = 1.5,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Judge every step by limits; exit 1 if one is crossed, 2 if that cannot be said."""
+    with _refusals(), launched_group() as group:
+        config = _limits(limit or [], contract, dtype)
+        bounds = None if baseline_file is None else baseline.read(baseline_file)
+        if not config.limits and bounds is None:
+            raise ValueError("check needs --limit, --contract or --baseline")
+        judge = Judge(config)
+        view = _view(paths, format, Asked(labels=()), allow_pickle, group, config)
+        for step in view.steps:
+            step.verdict = judge.judge(step) if config.limits else None
+        failed = list(tables.verdict_lines(view.steps))
+        failed += [Text(told, style="bold red") for told in baseline.crossed(view, bounds or {}, ratio)]
+        if group_place(group)[0] == 0:
+            _print(*tables.problem_lines(view), *failed)
+            count = f"{len(view.steps)} step{'s' * (len(view.steps) != 1)}"
+            _print(f"FAILED: {len(failed)} in {count}" if failed else f"passed: {count}")
+    if failed:
+        raise typer.Exit(CROSSED)
+    if view.problems:
+        _tell("what was left out could hide a crossed limit, so this is no pass")
+        raise typer.Exit(UNUSABLE)
+
+
+@app.command(epilog=examples("rlk-audit compare dumps/bf16 dumps/fp16", "rlk-audit compare a.jsonl b.jsonl"))
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A dump or a run's log.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    format: Format = AUTO,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Set two runs or dumps side by side, and say whether they differ by more than chance."""
+    with _refusals():
+        views = [_view([path], format, Asked(), allow_pickle, None) for path in (a, b)]
+        shared = None
+        if not any(is_run_log(path) for path in (a, b)):
+            shared = shared_tokens([a], [b], format, ReadOptions(allow_pickle))
+        _print(*comparison.comparison_tables(views[0], views[1], shared))
+
+
+@app.command(epilog=examples("rlk-audit diagnose dumps/", "rlk-audit diagnose dumps/ --json - | jq '.[0].findings'"))
+def diagnose(
+    paths: Paths,
+    format: Format = AUTO,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - for standard output.")
+    ] = None,
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Name what made the drift, by ranges of steps, with its evidence and what to check first."""
+    with _refusals(), launched_group() as group:
+        view = _view(paths, format, Asked(), allow_pickle, group)
+        if group_place(group)[0]:
+            return
+        if json_file is not None:
+            _write_json(view.to_dict()["causes"], json_file)
+        if json_file != "-":
+            if not view.causes:
+                _print("the log holds no findings: diagnose a dump of tokens")
+            _print(
+                *tables.problem_lines(view), *(line for causes in view.causes for line in tables.finding_lines(causes))
+            )
+
+
+@app.command(epilog=examples("rlk-audit watch runs/audit.jsonl"))
+def watch(path: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="The log of a running job.")]) -> None:
+    """Follow a run's log, through rotation and restarts, until interrupted."""
+    with _refusals():
+        watch_log(path, Console())
+
+
+# --- what the commands share ----------------------------------------------------------------------------------------
+
+
+def _view(
+    paths: list[Path],
+    format: str,
+    asked: Asked,
+    allow_pickle: bool,
+    group: Group,
+    config: AuditConfig | None = None,
+) -> RunView:
+    if all(is_run_log(path) for path in paths):
+        return read_run_logs(paths)
+    options = ReadOptions(allow_pickle)
+    with _progress(group) as progress:
+        return audit_dump(paths, format, config=config, options=options, asked=asked, progress=progress, group=group)
+
+
+def _limits(texts: list[str], contract: Path | None, dtype: str | None) -> AuditConfig:
+    limits: dict[str, Any] = {}
+    for given in map(Limit.parse_assignment, texts):
+        bound = f"{given.relation}{given.value!r}" if given.window is None else str(given).removeprefix(given.metric)
+        limits[given.metric] = (*limits.get(given.metric, ()), bound)
+    config = AuditConfig(mode="strict", limits=limits)
+    parse_limits(config.limits)
+    if contract is None:
+        return config
+    if dtype is None:
+        raise ValueError("--contract needs --dtype, the execution dtype whose thresholds count")
+    return replace(apply_contract(config, contract, dtype), mode="strict")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what cannot be used into one sentence and exit 2."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        _tell(f"error: {' '.join(str(error).split())}")
+        raise typer.Exit(UNUSABLE) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
+
+
+@contextmanager
+def _progress(group: Group) -> Iterator[Any]:
+    """Show bars on a terminal's standard error, nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    shown = console.is_terminal and group_place(group)[0] == 0
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bars:
+        tasks: dict[str, Any] = {}
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield advance
+
+
+def _print(*parts: Any) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    for part in parts:
+        console.print(part, markup=False, soft_wrap=isinstance(part, (str, Text)))
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
+def _write_json(values: Any, file: str) -> None:
+    text = json.dumps(values, allow_nan=False)
+    if file == "-":
+        print(text)
+    else:
+        Path(file).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,206 @@
+"""A run in a terminal: the same figures as on the page, as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlk_audit.breakdowns import Bucket
+from rlk_audit.finding import NOTHING_TO_CHECK, Finding
+from rlk_audit.report import StepReport, WorstToken
+from rlk_audit.run_view import Causes, Excerpt, RunView
+
+HEADLINES = {
+    "compared_token_count": "tokens compared",
+    "abs_dlogp_mean": "abs(dlogp) mean",
+    "abs_dlogp_p50": "p50",
+    "abs_dlogp_p90": "p90",
+    "abs_dlogp_p99": "p99",
+    "abs_dlogp_p99_9": "p99.9",
+    "abs_dlogp_max": "max",
+    "dlogp_mean": "dlogp mean",
+    "approx_kl0": "approx_kl0",
+    "ess0": "ess0",
+    "clipfrac0": "clipfrac0",
+    "prob_pearson": "prob_pearson",
+    "abs_dlogp_sample_mean": "abs(dlogp) mean of samples",
+}
+STEP_COLUMNS = ("compared_token_count", "abs_dlogp_mean", "abs_dlogp_p50", "abs_dlogp_p99", "abs_dlogp_max")
+STEPS_SHOWN = 24
+BUCKETS_SHOWN = 24
+CAUSES_SHOWN = 12
+EXCERPTS_SHOWN = 3
+
+
+def number(value: float) -> str:
+    """Return a figure in four digits, ``-`` where there is none."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if math.isnan(value) else f"{value:.4g}"
+
+
+def view_tables(view: RunView) -> Iterator[RenderableType]:
+    """Yield the tables of a run, the most important first."""
+    whole = view.whole
+    yield Text(plain_text(view.title), style="bold")
+    yield from (Text(plain_text(note)) for note in view.notes)
+    yield from problem_lines(view)
+    yield _headline(view, whole)
+    yield from _causes(view)
+    if len(view.steps) > 1:
+        yield _steps(view.steps)
+    yield from (_breakdown(label, buckets) for label, buckets in whole.breakdowns.items())
+    ranks = [rank for rank in whole.ranks if rank.rank >= 0]
+    if ranks:
+        rows = [
+            (rank.rank, rank.host or "-", rank.compared_token_count, rank.abs_dlogp_mean, rank.abs_dlogp_max)
+            for rank in ranks
+        ]
+        yield table("ranks of largest drift", ("rank", "host", "tokens", "mean", "max"), rows)
+    if whole.worst_tokens:
+        yield _worst(whole.worst_tokens)
+    yield from (_excerpt(shown) for shown in view.excerpts[:EXCERPTS_SHOWN] if shown.texts)
+
+
+def problem_lines(view: RunView) -> Iterator[Text]:
+    """Yield a line for each thing that could not be read."""
+    return (Text(f"left out: {plain_text(problem)}", style="yellow") for problem in view.problems)
+
+
+def verdict_lines(reports: Iterable[StepReport]) -> Iterator[Text]:
+    """Yield a line for each thing that failed in a step."""
+    for report in reports:
+        if report.verdict is not None and not report.verdict.passed:
+            yield from (Text(f"{step_name(report)}: {told}", style="bold red") for told in report.verdict.failures())
+
+
+def step_name(report: StepReport) -> str:
+    """Return a report's step in words."""
+    return "all tokens" if report.step is None else f"step {report.step}"
+
+
+def finding_lines(causes: Causes) -> Iterator[Text]:
+    """Yield the findings of a range of steps, one a line."""
+    where = _range(causes.first_step, causes.last_step)
+    for finding in causes.findings:
+        style = "green" if finding.check_first == NOTHING_TO_CHECK else "bold red"
+        yield Text.assemble(
+            f"{where}: ", (f"{finding.code} ({finding.strength:.0%})", style), f" {plain_text(_told(finding))}"
+        )
+
+
+def _told(finding: Finding) -> str:
+    return (
+        finding.summary
+        if finding.check_first == NOTHING_TO_CHECK
+        else f"{finding.summary}; check {finding.check_first}"
+    )
+
+
+def _range(first: int | None, last: int | None) -> str:
+    if first is None:
+        return "all tokens" if last is None else f"up to step {last}"
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _headline(view: RunView, whole: StepReport) -> Table:
+    metrics = whole.metrics
+    title = "all steps" if view.total is not None and len(view.steps) > 1 else step_name(whole)
+    headline = table(
+        title, ("figure", "value"), [(told, metrics[key]) for key, told in HEADLINES.items() if key in metrics]
+    )
+    for name, count in whole.classes.items():
+        if count and name != "compared":
+            headline.add_row(f"excluded: {name}", number(count))
+    for name, count in whole.warnings.items():
+        headline.add_row(Text(f"warning: {name}", style="yellow"), number(count))
+    for note in whole.notes:
+        headline.add_row(Text(note, style="yellow"), "")
+    return headline
+
+
+def _causes(view: RunView) -> Iterator[RenderableType]:
+    if view.causes:
+        yield Text("what made the drift", style="bold")
+    for causes in view.causes[:CAUSES_SHOWN]:
+        yield from finding_lines(causes)
+    if len(view.causes) > CAUSES_SHOWN:
+        yield Text(f"and {len(view.causes) - CAUSES_SHOWN} further ranges of steps")
+
+
+def _steps(steps: Sequence[StepReport]) -> Table:
+    """Return the steps, or where they are many every so-manyth with the worst of each stretch."""
+    every = -(-len(steps) // STEPS_SHOWN)
+    stretches = [steps[start : start + every] for start in range(0, len(steps), every)]
+    shown = [max(stretch, key=lambda report: _known(report.metrics["abs_dlogp_max"])) for stretch in stretches]
+    title = "steps" if every == 1 else f"steps: the one of largest max in every {every}"
+    rows = [(step_name(report), *(report.metrics[key] for key in STEP_COLUMNS)) for report in shown]
+    return table(title, ("", "tokens", "mean", "p50", "p99", "max"), rows)
+
+
+def _known(value: float) -> float:
+    return -1.0 if math.isnan(value) else value
+
+
+def _breakdown(label: str, buckets: tuple[Bucket, ...]) -> Table:
+    filled = [bucket for bucket in buckets if bucket.compared_token_count]
+    shown = filled if len(filled) <= BUCKETS_SHOWN else sorted(filled, key=lambda b: -b.abs_dlogp_mean)[:BUCKETS_SHOWN]
+    title = f"by {label}" if len(shown) == len(filled) else f"by {label}: {len(shown)} of {len(filled)}, worst first"
+    rows = [
+        (b.name, b.compared_token_count, b.abs_dlogp_mean, b.abs_dlogp_p50, b.abs_dlogp_p99, b.tail_frac_ln2)
+        for b in shown
+    ]
+    return table(title, (label, "tokens", "mean", "p50", "p99", "above ln 2"), rows)
+
+
+def _worst(worst: Sequence[WorstToken]) -> Table:
+    labels = list(worst[0].labels)
+    rows = [
+        (
+            token.sample_index,
+            token.token_position,
+            token.token_id,
+            token.dlogp,
+            token.train_logp,
+            token.rollout_logp,
+            *(token.labels[name] for name in labels),
+        )
+        for token in worst
+    ]
+    return table("worst tokens", ("sample", "position", "token", "dlogp", "train", "rollout", *labels), rows)
+
+
+def _excerpt(shown: Excerpt) -> RenderableType:
+    """Return a worst token in its text, each token coloured by its abs(dlogp)."""
+    line = Text()
+    for position, text, train, rollout in zip(
+        shown.positions, shown.texts, shown.train_logp, shown.rollout_logp, strict=True
+    ):
+        drift = abs(train - rollout)
+        style = "" if not drift >= 0.1 else "yellow" if drift < 0.7 else "red"
+        if position == shown.worst.token_position:
+            style = "bold reverse red"
+        line.append(plain_text(text), style)
+        line.append(" ")
+    told = f"sample {shown.worst.sample_index}, position {shown.worst.token_position}, dlogp {shown.worst.dlogp:+.3g}:"
+    return Group(Text(told, style="bold"), line)
+
+
+def plain_text(text: str) -> str:
+    """Return a text whose control characters are shown, not obeyed: a dump must not steer the terminal."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table; numbers in four digits, texts so that they cannot steer the terminal."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for index, name in enumerate(columns):
+        made.add_column(Text(name), justify="left" if index == 0 else "right")
+    for row in rows:
+        made.add_row(*(number(cell) if isinstance(cell, (int, float)) else Text(plain_text(str(cell))) for cell in row))
+    return made

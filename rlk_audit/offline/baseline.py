@@ -1,0 +1,55 @@
+"""A run that was accepted, as the measure of others."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlk_audit.run_view import RunView
+
+METRICS = (
+    "abs_dlogp_mean", "abs_dlogp_p50", "abs_dlogp_p90", "abs_dlogp_p99", "abs_dlogp_p99_9", "approx_kl0", "clipfrac0",
+    "tail_frac_ln2", "prob_diff_mean",
+)  # fmt: skip
+"""Figures of which more is worse and that do not grow with the number of tokens, as a maximum does."""
+
+
+def read(path: Path) -> dict[str, float]:
+    """Read the figures of what ``report --json`` wrote.
+
+    Raises:
+        ValueError: it cannot be read or is no such file.
+    """
+    expected = "expected what `rlk-audit report --json FILE` writes"
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        whole = values["total"] or values["steps"][-1]
+        metrics = {name: whole["metrics"][name] for name in METRICS if whole["metrics"].get(name) is not None}
+        found = {name: float(value) for name, value in metrics.items()}
+    except OSError as error:
+        raise ValueError(f"the baseline {path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no baseline: {expected}") from error
+    if not found:
+        raise ValueError(f"the baseline {path} compared nothing; {expected} of a run with tokens")
+    return found
+
+
+def crossed(view: RunView, bounds: Mapping[str, float], ratio: float) -> Iterator[str]:
+    """Yield a sentence on each figure of a run that is more than ``ratio`` times the baseline's.
+
+    Raises:
+        ValueError: the ratio is no positive number.
+    """
+    if not 0 < ratio < math.inf:
+        raise ValueError(f"the tolerated ratio must be a positive number, got {ratio}")
+    for name, accepted in bounds.items():
+        value = view.whole.metrics.get(name, math.nan)
+        if math.isnan(value):
+            yield f"{name} has no value, the baseline's is {accepted:.4g}"
+        elif value > ratio * accepted:
+            times = f"{value / accepted:.3g} times the baseline's {accepted:.4g}" if accepted else "the baseline's is 0"
+            yield f"{name} is {value:.4g}, {times}; tolerated are {ratio:g} times"
