@@ -302,7 +302,8 @@ def test_a_report_alone_tells_what_it_can() -> None:
 # --- recordings -----------------------------------------------------------------------------------------------------
 
 
-HELD_OUT = ("s21", "s25", "vllm31_processed")
+RECORDINGS = ("s21", "s25", "vllm31_processed")
+"""Tuning recordings: tests run while thresholds are changed, which must see no held-out one."""
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +312,7 @@ def study():
     import faults
     import recordings
 
-    yield faults, {name: recordings.read(STUDY / "pairs" / "held_out" / f"{name}.npz") for name in HELD_OUT}
+    yield faults, {name: recordings.read(STUDY / "pairs" / "tune" / f"{name}.npz") for name in RECORDINGS}
     sys.path.remove(str(STUDY))
 
 
@@ -321,7 +322,7 @@ def test_a_tuning_process_cannot_open_held_out_recordings() -> None:
     assert "PermissionError: thresholds are tuned without held-out recordings" in result.stderr
 
 
-def test_planted_faults_of_held_out_recordings_come_first(study) -> None:
+def test_planted_faults_of_recordings_come_first(study) -> None:
     """One run of each kind and recording; the study's many runs are in docs/diagnosis.md."""
     faults, recordings = study
     runs = right = 0
