@@ -39,8 +39,10 @@ SAME_OFFSET = 0.1
 """The same of one token's values, which no other token's keep to."""
 ALIKE = 0.5
 """Squared correlation of T and R where a filter moved both alike; another token's value has near 0."""
-SHRUNK_BOUND = 1.1
+LEAST_RATIO = 1.1
 """A ratio of temperatures that matters; see `_unnormalised_ratio`."""
+LARGEST_ENTROPY = 13.0
+"""Nats: of a flat distribution over 440,000 tokens, more than vocabularies have."""
 EXPLAINED_BY_CONFIDENCE = 0.55
 """Part of the variance of d / (1 - p) between bins of confidence: a temperature stretches all tokens by one rule."""
 EXPLAINED_ALONE = 0.7
@@ -168,11 +170,15 @@ def _unnormalised_ratio(table: TokenTable, side: int) -> float:
     """Return the ratio of temperatures if R = (raw log-prob) / t without a normaliser fits, else 0.
 
     With T = R - log Z and Z the sum of p^(1/t), Z is at least q + (1 - q^t)^(1/t) for t > 1 (q = exp R), at most that
-    for t < 1: d has a bound that grows with t. A filter leaves many tokens nearer to zero than that.
+    for t < 1: d has a bound that grows as t leaves 1. And t leaves 1 so far as the largest d needs: log Z is 1 - 1/t
+    times a Renyi entropy. A filter leaves many tokens nearer to zero than that.
     """
     rollout = np.minimum(table.rollout[table.compared], 0.0)
     d, q = table.dlogp[table.compared], np.exp(rollout)
-    t = SHRUNK_BOUND if side < 0 else 1 / SHRUNK_BOUND
+    needed = 1 + side * float(np.quantile(np.abs(d), 0.99)) / LARGEST_ENTROPY
+    if needed <= 0:
+        return 0.0
+    t = max(LEAST_RATIO, 1 / needed) if side < 0 else min(1 / LEAST_RATIO, 1 / needed)
     certain = rollout > math.log(0.999)
     bound = np.abs(np.log(q + (1 - np.minimum(q, 1.0) ** t) ** (1 / t)))
     fits = np.abs(d)[~certain] >= bound[~certain] - NOISE_CEILING * (1 - q[~certain])
