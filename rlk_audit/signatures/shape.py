@@ -63,7 +63,9 @@ ONE_SIGN = 0.97
 """Likely tokens all move to one side under a temperature, by the bound on the normaliser."""
 SMALL_FIT = 0.98
 """For tables below MIN_SHAPE tokens a line must fit nearly exactly."""
-MIN_SHAPE = 150
+MIN_SHAPE, MIN_STEADY_SHAPE = 150, 80
+VERY_STEADY = 0.7
+"""See `_stretch`: moved weights reach 0.62, so that fewer tokens, MIN_STEADY_SHAPE, tell the shape."""
 EXACT_FIT = 0.02
 """A log-prob that was divided is the other one times a number: precision alone leaves this part of d's square."""
 DIVIDED_FLOOR = 0.05
@@ -219,7 +221,7 @@ def temperature(table: TokenTable) -> Signal | None:
     sign = 1 if correlation > 0 else -1
     steadiness, ratio = _stretch(table, sign)
     explained, needed = correlation**2, SMALL_FIT
-    if len(d) >= MIN_SHAPE:
+    if len(d) >= (MIN_STEADY_SHAPE if steadiness >= VERY_STEADY else MIN_SHAPE):
         explained = max(explained, _explained_by_bins(m, np.clip(d / (1 - np.exp(m)), -NOISE_CLIP, NOISE_CLIP)))
         needed = EXPLAINED_ALONE if math.isnan(steadiness) else EXPLAINED_BY_CONFIDENCE
     likely = d[m > math.log(0.5)]
