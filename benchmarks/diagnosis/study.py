@@ -24,6 +24,8 @@ LEAST_RUNS, LEAST_HEALTHY, LEAST_PAIRS = 40, 30, 20
 PER_RECORDING = 5
 """... and at least so many runs of a recording."""
 FIRST = 3
+GOAL = 0.95
+"""Of the runs of each kind, to be right."""
 
 
 @dataclass
@@ -105,6 +107,12 @@ def rows(outcomes: dict[str, Outcome], kinds: tuple[faults.Kind, ...]) -> list[s
     return lines
 
 
+def below_goal(outcomes: dict[str, Outcome]) -> str:
+    """Name the kinds that are right in less than GOAL of their runs."""
+    low = [f"{name} ({100 * o.right / o.runs:.0f} %)" for name, o in outcomes.items() if o.right < GOAL * o.runs]
+    return ", ".join(low) or "none"
+
+
 def total(outcomes: dict[str, Outcome]) -> str:
     runs, right = sum(o.runs for o in outcomes.values()), sum(o.right for o in outcomes.values())
     return f"{right} of {runs}"
@@ -128,10 +136,13 @@ def main() -> None:
         seeds=seeds,
         single="\n".join(rows(single, faults.SINGLE)),
         single_total=total(single),
+        single_below=below_goal(single),
         healthy="\n".join(rows(healthy, faults.HEALTHY)),
         healthy_total=total(healthy),
+        healthy_below=below_goal(healthy),
         pairs="\n".join(rows(pairs, faults.PAIRS)),
         pairs_total=total(pairs),
+        pairs_below=below_goal(pairs),
     )
     if arguments.file is None:
         print(text)
