@@ -406,7 +406,7 @@ def test_a_report_alone_tells_what_it_can() -> None:
 # --- recordings -----------------------------------------------------------------------------------------------------
 
 
-RECORDINGS = ("s21", "s25", "vllm31_processed", "s4", "s13", "s24", "vllm32_processed")
+RECORDINGS = ("s21", "s25", "vllm31_processed", "s4", "s13", "s15", "s24", "vllm32_processed")
 """Tuning recordings: tests run while thresholds are changed, which must see no held-out one."""
 
 
@@ -446,6 +446,8 @@ HARD = (
     ("s25", "trainer top_k_20", 0),
     ("vllm32_processed", "one weight version stale", 4),
     ("s24", "one engine stale, large move", 2),
+    ("s15", "one engine stale, large move", 9),
+    ("s15", "trainer at 0.7", 0),
     ("s13", "rollout at 1.3", 1),
     ("s25", "stale, tiny move", 0),
     ("s4", "stale, tiny move", 4),
