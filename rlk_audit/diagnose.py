@@ -14,7 +14,7 @@ import numpy as np
 from rlk_audit.finding import NOTHING_TO_CHECK
 from rlk_audit.finding import Finding as Finding
 from rlk_audit.report import StepReport
-from rlk_audit.signatures.labels import by_label
+from rlk_audit.signatures.labels import by_label, stray_codes
 from rlk_audit.signatures.pairing import cp_order, row_order, shift
 from rlk_audit.signatures.report import report_signals
 from rlk_audit.signatures.shape import shape_of
@@ -93,6 +93,7 @@ ORDER: tuple[tuple[Signature, int], ...] = (
     (zero_fill, 1),
     (synthetic_end, 1),
     (by_label, 2),
+    (stray_codes, 1),
     (shape_of, 2),
 )
 """Each signature and how often it may find something: several lags, labels and shapes can lie in one step."""

@@ -27,7 +27,7 @@ import torch
 
 from rlk_audit.config import AuditConfig
 from rlk_audit.evidence_table import KeptBatch, Sample, samples_of
-from rlk_audit.evidence_table import restore_nonfinite as restore_nonfinite
+from rlk_audit.nonfinite import restore_nonfinite as restore_nonfinite
 from rlk_audit.report import StepReport
 from rlk_audit.tokens import TokenBatch
 

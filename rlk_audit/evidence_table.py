@@ -15,13 +15,10 @@ from torch import Tensor
 from rlk_audit.config import AuditConfig
 from rlk_audit.layout import COUNTER_INDEX
 from rlk_audit.measure import FlatTokens, classify
+from rlk_audit.nonfinite import LOG_PROBS, nonfinite_key
 from rlk_audit.ragged import to_float_and_missing
 from rlk_audit.tokens import TokenBatch
 from rlk_audit.worst import NO_TOKEN
-
-NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Names of the values that JSON has no number for."""
-LOG_PROBS = ("train_log_probs", "rollout_log_probs")
 
 _SAME_SHAPE = ("mask", "valid", "rollout_missing")
 _IDS = ("sample_index", "rollout_id", "token_position", "token_ids", "rollout_token_ids", "updates_since_rollout")
@@ -240,18 +237,6 @@ def _number_samples(row: Tensor, index: Tensor, position: Tensor | None) -> Tens
 # --- a line ---------------------------------------------------------------------------------------------------------
 
 
-def restore_nonfinite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line's record with NaN and infinities in their places, and without the entries that told them."""
-    restored = dict(record)
-    for name in LOG_PROBS:
-        values = list(record[name])
-        for text, places in restored.pop(_nonfinite_key(name), {}).items():
-            for place in places:
-                values[place] = NONFINITE[text]
-        restored[name] = values
-    return restored
-
-
 def _log_probs(name: str, values: Tensor, missing: Tensor | None) -> dict[str, Any]:
     """Return an array as numbers and null, its dtype, and where it holds NaN and infinities if it does."""
     given = torch.ones_like(values, dtype=torch.bool) if missing is None else ~missing
@@ -264,11 +249,7 @@ def _log_probs(name: str, values: Tensor, missing: Tensor | None) -> dict[str, A
     told = {text: (given & found).nonzero()[:, 0].tolist() for text, found in where.items()}
     told = {text: places for text, places in told.items() if places}
     record: dict[str, Any] = {name: numbers, f"{name}_dtype": str(values.dtype).removeprefix("torch.")}
-    return record | ({_nonfinite_key(name): told} if told else {})
-
-
-def _nonfinite_key(name: str) -> str:
-    return name.removesuffix("_log_probs") + "_nonfinite"
+    return record | ({nonfinite_key(name): told} if told else {})
 
 
 def _known(value: int) -> int | None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlk_audit.config import AuditConfig
+from rlk_audit.nonfinite import restore_nonfinite
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -97,7 +98,8 @@ class TokenTable:
         """Make a table of rows of the `table` format, one sample or part of a sample each.
 
         A row whose arrays differ in length is left out, and tokens whose ids differ between the sides have no
-        rollout value. Rows that share an index and a position are taken for different samples.
+        rollout value. Rows that share an index and a position are taken for different samples. NaN and infinities that
+        a line of an evidence file tells beside its arrays are put back.
         """
         parts = [part for number, row in enumerate(rows) if (part := _Part.of(row, number)) is not None]
         _number_samples(parts)
@@ -226,6 +228,7 @@ class _Part:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], number: int) -> _Part | None:
+        row = restore_nonfinite(row)
         train = _floats(row["train_log_probs"])
         rollout_given = row.get("rollout_log_probs")
         rollout = np.full(len(train), math.nan) if rollout_given is None else _floats(rollout_given)

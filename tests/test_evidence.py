@@ -38,6 +38,7 @@ from strategies import (
 
 from rlk_audit import AuditConfig, Collector, TokenBatch
 from rlk_audit.evidence import EvidenceBuffer, restore_nonfinite
+from rlk_audit.token_table import TokenTable
 
 CONFIG = AuditConfig(breakdowns={"engine": ("e0", "e1")})
 ENGINES = {-1: None, 0: "e0", 1: "e1"}
@@ -243,6 +244,13 @@ def test_missing_nan_and_infinities_are_told_apart(tmp_path: Path) -> None:
     assert bits(restored["rollout_log_probs"]) == bits(rollout)
     assert "rollout_nonfinite" not in restored
     assert "rollout_nonfinite" in raw, "its argument is not changed"
+    # A table restores a raw line itself. Kills: a trainer's filter, T = -inf, read as a missing value.
+    table = TokenTable.from_rows([raw])
+    assert bits(table.train.tolist()) == bits([-1.0, math.nan, -2.0, -math.inf, -3.0])
+    assert bits(table.rollout.tolist()) == bits([math.nan, math.nan, -math.inf, math.inf, -1.0])
+    told = {"train_log_probs": [-1.0, None], "train_nonfinite": {"-Infinity": [1]}, "rollout_nonfinite": {"NaN": [0]}}
+    assert bits(TokenTable.from_rows([told | {"rollout_log_probs": None}]).train.tolist()) == bits([-1.0, -math.inf])
+    assert TokenTable.from_rows([told]).train.tolist() == [-1.0, -math.inf], "without a rollout side at all"
 
 
 def test_a_batch_without_rollout_values_is_all_missing(tmp_path: Path) -> None:

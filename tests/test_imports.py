@@ -19,7 +19,7 @@ import rlk_audit
 PACKAGE = Path(rlk_audit.__file__).parent
 
 LEVELS = (
-    ("version", "config", "exact_sum", "places", "ragged", "verdict", "finding"),
+    ("version", "config", "exact_sum", "places", "ragged", "verdict", "finding", "nonfinite"),
     ("sketch", "tokens", "metadata", "contracts", "token_table"),
     ("breakdowns", "samples"),
     ("layout",),

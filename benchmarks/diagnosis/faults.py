@@ -260,14 +260,28 @@ def train_filter(random: Random, run: Run) -> None:
         run[0]["train"][0] = -np.inf
 
 
+class BelowNoiseError(Exception):
+    """What was planted is smaller than the noise of the run it was planted in: nobody could name it."""
+
+
 def routing_tail(random: Random, run: Run) -> None:
-    """Other experts on a few tokens: heavy-tailed drift in their logits, everywhere alike."""
+    """Other experts on a few tokens: heavy-tailed drift in their logits, everywhere alike.
+
+    Raises:
+        BelowNoiseError: fewer than two tokens move by more than the largest noise of the run; one could be a stray.
+    """
     part, size = random.uniform(0.01, 0.06), random.uniform(0.3, 1.0)
+    noise = max(float(np.abs(sample["train"] - sample["rollout"]).max()) for sample in run)
+    seen = 0
     for sample in run:
         n = len(sample["train"])
         flipped = random.random(n) < part
         moved = size * random.standard_t(3, n) * (1 - np.exp(sample["train"]))
-        sample["train"] = np.where(flipped, np.minimum(sample["train"] + moved, 0.0), sample["train"])
+        before = sample["train"]
+        sample["train"] = np.where(flipped, np.minimum(before + moved, 0.0), before)
+        seen += int((np.abs(sample["train"] - before) > noise).sum())
+    if seen < 2:
+        raise BelowNoiseError
 
 
 def self_comparison(random: Random, run: Run) -> None:
@@ -415,7 +429,11 @@ PAIRS = (
 
 
 def make(kind: Kind, recording: Recording, number: int) -> Run | None:
-    """Return run `number` of a kind from a recording, the same on every call; None where it cannot be made."""
+    """Return run `number` of a kind from a recording, the same on every call; None where it cannot be made.
+
+    Raises:
+        BelowNoiseError: it was made, and cannot be told from the recording.
+    """
     name = f"{kind.name} {recording.name} {number}"
     random = np.random.default_rng(list(name.encode()))
     run = kind.source(random, recording)
@@ -423,6 +441,14 @@ def make(kind: Kind, recording: Recording, number: int) -> Run | None:
         for change in kind.changes:
             change(random, run)
     return run
+
+
+def possible(kind: Kind, recording: Recording) -> bool:
+    """Whether the recording has what the kind is made of."""
+    try:
+        return make(kind, recording, 0) is not None
+    except BelowNoiseError:
+        return True
 
 
 def table(run: Run) -> TokenTable:

@@ -59,11 +59,17 @@ SETTINGS = {
     16: Setting("tune", 384, 96, 4, 96, 32, 600),
     17: Setting("tune", 2048, 128, 2, 64, 48, 500),
     18: Setting("tune", 96, 96, 4, 48, 128, 600),
-    21: Setting("held_out", 64, 64, 3, 80, 48, 700),
-    22: Setting("held_out", 160, 96, 2, 24, 256, 600),
-    23: Setting("held_out", 768, 96, 4, 72, 64, 500),
-    24: Setting("held_out", 3072, 96, 2, 72, 48, 400),
-    25: Setting("held_out", 8192, 64, 2, 64, 48, 350),
+    21: Setting("tune", 64, 64, 3, 80, 48, 700),
+    22: Setting("tune", 160, 96, 2, 24, 256, 600),
+    23: Setting("tune", 768, 96, 4, 72, 64, 500),
+    24: Setting("tune", 3072, 96, 2, 72, 48, 400),
+    25: Setting("tune", 8192, 64, 2, 64, 48, 350),
+    41: Setting("held_out", 64, 64, 3, 80, 48, 700),
+    42: Setting("held_out", 192, 96, 2, 24, 256, 600),
+    43: Setting("held_out", 640, 96, 4, 72, 64, 500),
+    44: Setting("held_out", 2560, 96, 2, 72, 48, 400),
+    45: Setting("held_out", 8192, 64, 2, 64, 48, 350),
+    46: Setting("held_out", 8192, 96, 2, 64, 40, 400),
 }
 
 

@@ -26,9 +26,11 @@ import transformers
 from record import MOVES, PAIRS, PROMPT, Setting, moved_models, of_tokens, rounded_copy, score, trained_model
 
 SETTINGS = {
-    31: Setting("held_out", 256, 128, 2, 48, 48, 500),
-    32: Setting("held_out", 2048, 128, 2, 48, 48, 400),
+    31: Setting("tune", 256, 128, 2, 48, 48, 500),
+    32: Setting("tune", 2048, 128, 2, 48, 48, 400),
     33: Setting("tune", 512, 128, 2, 48, 48, 500),
+    34: Setting("held_out", 384, 128, 2, 48, 48, 500),
+    35: Setting("held_out", 3072, 128, 2, 48, 48, 400),
 }
 SAMPLING = {
     "processed_logprobs": {

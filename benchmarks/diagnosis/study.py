@@ -7,6 +7,7 @@ python benchmarks/diagnosis/study.py held-out FILE     the same of the held-out 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections import Counter
@@ -18,9 +19,13 @@ from recordings import Recording, forbid_held_out, recordings
 
 from rlk_audit.diagnose import Finding, diagnose
 
-RUNS, HEALTHY_RUNS, PAIR_RUNS = 5, 6, 3
-"""Runs of a kind from one recording."""
+LEAST_RUNS, LEAST_HEALTHY, LEAST_PAIRS = 40, 30, 20
+"""Runs of a kind; those that few recordings allow take more runs of each."""
+PER_RECORDING = 5
+"""... and at least so many runs of a recording."""
 FIRST = 3
+GOAL = 0.95
+"""Of the runs of each kind, to be right."""
 
 
 @dataclass
@@ -30,6 +35,7 @@ class Outcome:
     runs: int = 0
     right: int = 0
     placed: int = 0
+    below_noise: int = 0
     others: Counter = field(default_factory=Counter)
 
 
@@ -41,14 +47,20 @@ def located(kind: faults.Kind, findings: tuple[Finding, ...]) -> bool:
     return str(findings[0].evidence.get("where", "")).startswith(kind.where)
 
 
-def measure(kinds: tuple[faults.Kind, ...], found: list[Recording], runs: int, verbose: bool) -> dict[str, Outcome]:
+def measure(kinds: tuple[faults.Kind, ...], found: list[Recording], least: int, verbose: bool) -> dict[str, Outcome]:
     """Diagnose every run of every kind."""
     outcomes = {}
     for kind in kinds:
         outcome = outcomes[kind.name] = Outcome()
-        for recording in found:
+        usable = [recording for recording in found if faults.possible(kind, recording)]
+        runs = max(PER_RECORDING, math.ceil(least / max(len(usable), 1)))
+        for recording in usable:
             for number in range(runs):
-                run = faults.make(kind, recording, number)
+                try:
+                    run = faults.make(kind, recording, number)
+                except faults.BelowNoiseError:
+                    outcome.below_noise += 1
+                    continue
                 if run is None:
                     continue
                 findings = diagnose(None, faults.table(run))
@@ -87,10 +99,18 @@ def rows(outcomes: dict[str, Outcome], kinds: tuple[faults.Kind, ...]) -> list[s
             continue
         missed = ", ".join(f"{code} {count}" for code, count in outcome.others.most_common())
         code = " + ".join(f"`{code}`" for code in kind.codes) or "`healthy`"
+        if outcome.below_noise:
+            missed = ", ".join(filter(None, (missed, f"{outcome.below_noise} more runs below noise, not counted")))
         placed = f"{outcome.placed} of {outcome.right}" if kind.where else ""
         rate = f"{100 * outcome.right / outcome.runs:.0f} %"
         lines.append(f"| {kind.name} | {code} | {outcome.runs} | {rate} | {missed} | {placed} |")
     return lines
+
+
+def below_goal(outcomes: dict[str, Outcome]) -> str:
+    """Name the kinds that are right in less than GOAL of their runs."""
+    low = [f"{name} ({100 * o.right / o.runs:.0f} %)" for name, o in outcomes.items() if o.right < GOAL * o.runs]
+    return ", ".join(low) or "none"
 
 
 def total(outcomes: dict[str, Outcome]) -> str:
@@ -108,18 +128,21 @@ def main() -> None:
     start = time.time()
     found = recordings(arguments.split.replace("-", "_"))
     tuning = arguments.split == "tune"
-    single = measure(faults.SINGLE, found, RUNS, tuning)
-    healthy = measure(faults.HEALTHY, found, HEALTHY_RUNS, tuning)
-    pairs = measure(faults.PAIRS, found, PAIR_RUNS, tuning)
+    single = measure(faults.SINGLE, found, LEAST_RUNS, tuning)
+    healthy = measure(faults.HEALTHY, found, LEAST_HEALTHY, tuning)
+    pairs = measure(faults.PAIRS, found, LEAST_PAIRS, tuning)
     seeds = ", ".join(f"{r.name} (vocabulary {r.vocabulary})" for r in found)
     text = TEMPLATE.read_text(encoding="utf-8").format(
         seeds=seeds,
         single="\n".join(rows(single, faults.SINGLE)),
         single_total=total(single),
+        single_below=below_goal(single),
         healthy="\n".join(rows(healthy, faults.HEALTHY)),
         healthy_total=total(healthy),
+        healthy_below=below_goal(healthy),
         pairs="\n".join(rows(pairs, faults.PAIRS)),
         pairs_total=total(pairs),
+        pairs_below=below_goal(pairs),
     )
     if arguments.file is None:
         print(text)
