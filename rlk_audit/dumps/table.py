@@ -13,7 +13,7 @@ from rlk_audit.dumps import columns, jsonl, table_arrays, table_parquet
 from rlk_audit.dumps.faults import Faults, SampleError
 from rlk_audit.dumps.naming import single_file_parts
 from rlk_audit.dumps.sample import Bools, DumpFormat, DumpPart, DumpSample, Floats, Label, ReadOptions, Tell
-from rlk_audit.evidence_table import NONFINITE
+from rlk_audit.nonfinite import NONFINITE
 
 LOG_PROBS = ("train_log_probs", "rollout_log_probs")
 
