@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,16 @@ def test_every_metric_and_warning_is_documented() -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target
+
+
+def test_the_examples_of_dumps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    text = (ROOT / "docs" / "dumps.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "dumps").mkdir()
+    (tmp_path / "dumps" / "step_3.jsonl").write_text(line)
+    reading, writing = blocks(ROOT / "docs" / "dumps.md")
+    monkeypatch.chdir(tmp_path / "dumps")
+    exec(writing, {})
+    monkeypatch.chdir(tmp_path)
+    exec(reading, {})
+    assert capsys.readouterr().out == "3 0 2\n3 -1 2\n3 -1 1\n"

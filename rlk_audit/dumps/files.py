@@ -59,11 +59,11 @@ def read(part: DumpPart, options: ReadOptions, tell: Tell) -> Iterator[DumpSampl
     Raises:
         DumpError: nothing, or nothing more, of the part can be read.
     """
-    if all(path.stat().st_size == 0 for path in part.paths):
-        raise DumpError("the file is empty")
     reader = next(reader for reader in _READERS if reader.name == part.format)
     count = 0
     try:
+        if all(path.stat().st_size == 0 for path in part.paths):
+            raise DumpError("the file is empty")
         for sample in reader.read(part, options, tell):
             count += 1
             yield sample

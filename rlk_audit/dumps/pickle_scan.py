@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from typing import IO
+from typing import IO, Any
 
 from rlk_audit.dumps.damage import told_as
 from rlk_audit.dumps.sample import DumpError
@@ -29,8 +29,9 @@ def names_in(pickled: IO[bytes], size: int) -> set[str]:
             reserve memory.
     """
     names = set()
+    bounded: Any = _Bounded(pickled, size)
     with told_as("the pickle is damaged"):
-        for opcode, argument, _ in pickletools.genops(pickled):
+        for opcode, argument, _ in pickletools.genops(bounded):
             if opcode.name in _NAMED:
                 names.add(str(argument).replace(" ", ".", 1))
             elif opcode.name in _COMPUTED:
@@ -38,6 +39,17 @@ def names_in(pickled: IO[bytes], size: int) -> set[str]:
             elif opcode.name in _MEMO and int(argument or 0) > size:
                 raise DumpError("the pickle is damaged: it numbers more objects than it can hold")
     return names
+
+
+class _Bounded:
+    """A file that is never asked for more bytes than it has, for which Python would reserve memory."""
+
+    def __init__(self, file: IO[bytes], size: int):
+        self._file, self._size = file, size
+        self.readline, self.tell = file.readline, file.tell
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(min(count, self._size))
 
 
 def has_text(pickled: bytes, text: str) -> bool:

@@ -103,6 +103,7 @@ def load(path: Path, options: ReadOptions) -> RankFile:
     for name in SIDES:
         if data.get(name) is not None and name not in lengths:
             raise DumpError(f"{name} must have one entry a sample")
+    layout = content.get("qkv_format")
     try:
         rank = columns.number(content.get("rank"), "rank")
         cp_size = columns.number(content.get("cp_size"), "cp_size")
@@ -114,7 +115,7 @@ def load(path: Path, options: ReadOptions) -> RankFile:
             columns.known(number_in(_name(path), _RANK) if rank is None else rank),
             columns.number(content.get("cp_rank"), "cp_rank"),
             cp_size,
-            str(content.get("qkv_format") or "thd"),
+            layout if isinstance(layout, str) else "thd",
             data,
         )
     except SampleError as error:

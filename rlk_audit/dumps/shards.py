@@ -18,7 +18,7 @@ from rlk_audit.dumps import columns
 from rlk_audit.dumps.faults import Faults, SampleError
 from rlk_audit.dumps.naming import listed
 from rlk_audit.dumps.rank_files import SIDES, RankFile, entry, is_column, load
-from rlk_audit.dumps.sample import Bools, DumpError, DumpPart, DumpSample, Ints, Label, ReadOptions, Tell
+from rlk_audit.dumps.sample import Bools, DumpError, DumpPart, DumpSample, Floats, Ints, Label, ReadOptions, Tell
 
 _IDENTITY = ("sample_indices", "partition", "total_lengths", "response_lengths", "tokens")
 """Columns that are equal on all ranks of one data-parallel shard, and on no others."""
@@ -57,18 +57,19 @@ def _load_or_tell(path: Path, options: ReadOptions, tell: Tell) -> RankFile | No
 def _identity(file: RankFile) -> bytes:
     digest = hashlib.sha256()
     for name in _IDENTITY:
-        for values in _integer_column(file, name):
-            digest.update(f"{name} {len(values)}".encode() + values.tobytes())
+        column = file.data.get(name)
+        for values in column if is_column(column) else ():
+            digest.update(_bytes_of(columns.integers, values if is_column(values) else [values]))
     return digest.digest()
 
 
-def _integer_column(file: RankFile, name: str) -> Iterator[Ints]:
-    column = file.data.get(name)
-    for given in column if is_column(column) else ():
-        try:
-            yield columns.integers(given if is_column(given) else [given], name)
-        except SampleError:  # the sample is told when it is read
-            yield np.zeros(0, dtype=np.int64)
+def _bytes_of(read: Callable[[Any, str], Ints | Floats], values: Any) -> bytes:
+    """Return what tells one sample's values from others; those that cannot be read are told with their sample."""
+    try:
+        array = read(values, "values")
+    except SampleError as error:
+        return str(error).encode()
+    return f"{len(array)} ".encode() + array.tobytes()
 
 
 def _read_shard(files: list[RankFile], tell: Tell) -> Iterator[DumpSample]:
@@ -127,10 +128,7 @@ def _content(file: RankFile) -> bytes:
     for name in SIDES:
         column = file.data.get(name)
         for values in column if is_column(column) else ():
-            try:
-                digest.update(name.encode() + columns.log_probs(values, name)[0].tobytes())
-            except SampleError as error:
-                digest.update(str(error).encode())
+            digest.update(_bytes_of(_log_probs, values))
     return digest.digest()
 
 
@@ -183,7 +181,7 @@ def _sample(files: Sequence[RankFile], row: int) -> DumpSample:
     train = _joined(files, row, "log_probs", spans, response, columns.train_log_probs)
     rollout = missing = None
     if first.data.get("rollout_log_probs") is not None:
-        rollout = _joined(files, row, "rollout_log_probs", spans, response, lambda v, n: columns.log_probs(v, n)[0])
+        rollout = _joined(files, row, "rollout_log_probs", spans, response, _log_probs)
         missing = _joined(files, row, "rollout_log_probs", spans, response, _missing)
     tokens = columns.integers(first.data["tokens"][row], "tokens")
     labels: dict[str, Label] = columns.framework_labels(
@@ -205,6 +203,10 @@ def _sample(files: Sequence[RankFile], row: int) -> DumpSample:
 
 def _row_of(column: Sequence[Any], row: int) -> Any:
     return column[row] if row < len(column) else None
+
+
+def _log_probs(values: Any, name: str) -> Floats:
+    return columns.log_probs(values, name)[0]
 
 
 def _missing(values: Any, name: str) -> Bools:
