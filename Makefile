@@ -14,7 +14,7 @@ RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=i
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo [ENGINE=hf|vllm]  audited GRPO run on megatron-core, 4 processes"
+	@echo "make demo [ENGINE=hf|vllm]  audited GRPO run on megatron-core, 4 processes, and its page"
 	@echo "make test                   all tests but the slow ones"
 	@echo "make test-layouts           further Megatron layouts, 2 to 8 processes"
 	@echo "make test-sinks             TensorBoard, W&B and MLflow stores read back"
@@ -38,7 +38,9 @@ $(VENV)/.installed-vllm: $(VENV)/.installed examples/megatron_grpo/requirements-
 
 demo: $(VENV)/.installed $(if $(filter vllm,$(ENGINE)),$(VENV)/.installed-vllm)
 	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/megatron_grpo/train.py \
-		--rlk-consistency-mode audit --engine $(ENGINE) --out $(OUT) $(DEMO_ARGS)
+		--rlk-consistency-mode audit --engine $(ENGINE) --out $(OUT) --dump $(OUT)/dump $(DEMO_ARGS)
+	$(RUN) $(BIN)/rlk-audit report $(OUT)/dump --tokenizer $(OUT)/tokenizer.json --html $(OUT)/report.html > $(OUT)/report.txt
+	@echo "page: $(abspath $(OUT))/report.html (the same as text: report.txt beside it)"
 
 test: $(VENV)/.installed
 	$(RUN) $(BIN)/python -m pytest

@@ -25,6 +25,7 @@ import grpo
 import model
 import planted_faults
 from console import Console
+from dump import Dump, response_scores
 from recorder import Recorder
 from rlk_audit import AuditConfig
 from rlk_audit.diagnose import TokenTable, diagnose
@@ -64,6 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--engine", choices=("hf", "vllm", "recorded"), default="hf")
     run.add_argument("--fault", choices=("none", *planted_faults.FAULTS), default="none", help="see planted_faults.py")
     run.add_argument("--fault-step", type=int, default=1, help="first step that has the fault")
+    run.add_argument("--dump", type=Path, help="folder for every step's tokens, to be read by rlk-audit")
     run.add_argument("--out", type=Path, default=Path("out"), help="folder of audit.jsonl and run.json")
     run.add_argument("--record", type=Path, default=None, help="folder for each rank's observed tokens")
     add_rlk_args(parser)
@@ -156,9 +158,8 @@ def start_audit(args: argparse.Namespace) -> MegatronAudit:
 
 def token_table(rollouts: list[Rollout], scores: Tensor) -> TokenTable:
     """Every token of the step, for a diagnosis that looks at neighbours and other rows too."""
-    starts = [len(r.prompt) - 1 for r in rollouts]
     return TokenTable.from_lists(
-        [row[start : start + len(r.response)].tolist() for r, row, start in zip(rollouts, scores, starts, strict=True)],
+        response_scores(rollouts, scores),
         [r.log_probs for r in rollouts],
         sample_index=[r.sample_index for r in rollouts],
         token_ids=[r.response for r in rollouts],
@@ -196,13 +197,17 @@ def train(args: argparse.Namespace) -> None:
     step_func = audit.wrap_forward_step(partial(forward_step, partial(policy_loss, observers)))
     schedule = audit.wrap_schedule(get_forward_backward_func())
     console = Console() if last_rank else None
+    dump = Dump(args.dump) if args.dump and last_rank else None
     losses, rewards = [], []
     for step in range(1, args.steps + 1):
         if isinstance(pool, EnginePool):
             hand_over_weights(trainer, pool, step)
         rollouts = planted_faults.plant(args, step, pool.generate(step))
         # Before the update: what the engines sampled is compared with the weights that they were given.
-        tokens = token_table(rollouts, trainer.score(rollouts)) if step == args.steps and audit_runs else None
+        diagnosed = audit_runs and step == args.steps
+        scores = trainer.score(rollouts) if diagnosed or args.dump else None
+        if dump:
+            dump.write(step, rollouts, scores)
         losses.append(trainer.train(schedule, step_func, grpo.build_batch(rollouts, grpo.advantages(rollouts))))
         rewards.append(sum(r.reward for r in rollouts) / len(rollouts))
         report = audit.step_end(step)
@@ -210,8 +215,8 @@ def train(args: argparse.Namespace) -> None:
             recorder.step_end(step)
         if console:
             console.step(step, rewards[-1], losses[-1], report, rollouts)
-            if tokens is not None:
-                console.findings = diagnose(report, tokens)
+            if diagnosed:
+                console.findings = diagnose(report, token_table(rollouts, scores))
     digest = model.weights_digest(trainer.chunks)
     if last_rank:
         run = {"losses": losses, "rewards": rewards, "weights_sha256": digest}

@@ -187,7 +187,9 @@ def _excerpt(shown: Excerpt) -> RenderableType:
             style = "bold reverse red"
         line.append(plain_text(text), style)
         line.append(" ")
-    told = f"sample {shown.worst.sample_index}, position {shown.worst.token_position}, dlogp {shown.worst.dlogp:+.3g}:"
+    where = "" if shown.step is None else f"step {shown.step}, "
+    worst = shown.worst
+    told = f"{where}sample {worst.sample_index}, position {worst.token_position}, dlogp {worst.dlogp:+.3g}:"
     return Group(Text(told, style="bold"), line)
 
 
