@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlk_audit.offline.audit import Asked, audit_dump
+from rlk_audit.offline.texts import TokenTexts
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "megatron_grpo"
 SMALL = ["--hidden", "32", "--prompts", "4", "--group-size", "4", "--micro-batch-size", "4", "--steps", "2"]
@@ -106,6 +109,7 @@ def test_run_is_bitwise_the_same_with_and_without_the_audit(tmp_path):
     runs = {}
     for mode in ("off", "audit"):
         arguments = ["--tp", 2, "--warmup-steps", 2, "--rlk-consistency-mode", mode, "--out", tmp_path / mode, *SMALL]
+        arguments += ["--dump", tmp_path / mode / "dump"] * (mode == "audit")
         done = launch(2, *arguments)
         assert done.returncode == 0, done.stderr
         runs[mode] = json.loads((tmp_path / mode / "run.json").read_text())
@@ -115,6 +119,24 @@ def test_run_is_bitwise_the_same_with_and_without_the_audit(tmp_path):
     assert [report["step"] for report in reports] == [1, 2]
     assert all(report["metrics"]["compared_token_count"] > 0 and not report["warnings"] for report in reports)
     assert not (tmp_path / "off" / "audit.jsonl").exists()
+    assert_the_dump_tells_the_same(tmp_path / "audit", reports)
+
+
+def assert_the_dump_tells_the_same(out, reports):
+    """The figures of the dump are those of the live audit, bit for bit, and its token ids have texts."""
+    view = audit_dump([out / "dump"], asked=Asked(texts=TokenTexts(out / "tokenizer.json")))
+    alone = ("worst_rank", "worst_microbatch", "updates_since_rollout")  # what files do not tell
+    for live, offline in zip(reports, view.steps, strict=True):
+        read = offline.to_dict()
+        for key, value in live["metrics"].items():
+            assert read["metrics"][key] == value or key.startswith(alone), key
+        for buckets in (*read["breakdowns"].values(), *live["breakdowns"].values()):
+            for bucket in buckets:
+                del bucket["abs_dlogp_max"]  # known of more buckets where more worst tokens are kept
+        assert (read["breakdowns"], read["samples"][:4]) == (live["breakdowns"], live["samples"])
+        assert read["histogram"] == live["histogram"]
+    assert not view.problems
+    assert {text for excerpt in view.excerpts for text in excerpt.texts} <= {*"0123456789", ">", "<end>", "<start>"}
 
 
 SWAPPED_EXPORT = """
