@@ -189,6 +189,44 @@ def test_wrong_types_in_json(name: str, tmp_path: Path) -> None:
             assert len(samples) == len(lines) or told
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("token_ids", [1.5], "token_ids must be whole numbers of 64 bits"),
+        ("token_ids", [2**63], "token_ids must be numbers of 64 bits"),
+        ("sample_index", 1.5, "sample_index must be a whole number of 64 bits"),
+        ("mask", [None], "mask must be numbers or booleans"),
+        ("mask", [float("nan")], "mask must be numbers or booleans"),
+        ("train_log_probs", [True], "train_log_probs must be numbers, got bool"),
+        ("train_log_probs", [[-1.0]], "train_log_probs must be numbers or null, got list"),
+        ("labels", {"engine": [["e0"]]}, "the label engine must be text or numbers, got list"),
+        ("labels", ["e0"], "its labels must be an object of names and labels"),
+        ("train_nonfinite", {"NaN": [1]}, "must be inside its arrays"),
+        ("train_nonfinite", {"nan": [0]}, "must be lists by NaN, Infinity and -Infinity"),
+    ],
+)
+def test_what_is_wrong_is_named(field: str, value: Any, match: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"train_log_probs": [-1.0], field: value}) + "\n")
+    assert match in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "match"),
+    [
+        ({"lengths": [2]}, "the lengths must be of all 3 tokens together"),
+        ({"lengths": [4, -1]}, "the lengths must be of all 3 tokens together"),
+        ({"cu_seqlens": [1, 3]}, "cu_seqlens must begin with 0"),
+        ({}, "flat arrays need lengths"),
+        ({"lengths": [3], "mask": [1]}, "mask must have the shape of train_log_probs"),
+        ({"lengths": [3], "sample_index": [1, 2]}, "sample_index must have one entry a sample, 1"),
+    ],
+)
+def test_arrays_that_do_not_fit_together(arrays: dict[str, Any], match: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", train_log_probs=np.zeros(3), **arrays)
+    assert match in refusal(tmp_path / "a.npz")
+
+
 @pytest.mark.parametrize("name", ["slime", "miles", "slime per rank"])
 def test_wrong_types_in_torch_files(name: str, tmp_path: Path) -> None:
     given = [sample.without_missing() for sample in draw(np.random.default_rng(0), 3)]

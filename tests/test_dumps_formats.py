@@ -297,6 +297,16 @@ def test_copies_that_differ_are_told(tmp_path: Path) -> None:
     assert "its log-probabilities differ from those of rank 0, which are taken" in told.text
 
 
+def test_shards_of_equal_lengths_are_no_copies(tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(5), 1)] * 2
+    given[1] = replace(given[0], index=1, tokens=[token + 1 for token in given[0].tokens], train=given[0].train - 1)
+    paths = writers.ranks(tmp_path, 1, given, cp=1, dp=2)
+    told = Told()
+    for sample, expected in zip(read_all(paths, told), given, strict=True):
+        assert_same(sample, expected, 1)
+    assert not told
+
+
 # --- finding --------------------------------------------------------------------------------------------------------
 
 
