@@ -34,6 +34,13 @@ def test_the_plain_example_of_the_readme_prints_what_it_says(capsys: pytest.Capt
     assert f"```\n{capsys.readouterr().out}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_example_of_torchmetrics_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "docs" / "integrations.md"
+    (block,) = blocks(path)
+    exec(block, {})
+    assert f"```\n{capsys.readouterr().out}```" in path.read_text(encoding="utf-8")
+
+
 def test_every_metric_and_warning_is_documented() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     names = {name for name in metric_names(AuditConfig(samples_per_step=1)) if not name.startswith("warning/")}

@@ -28,7 +28,7 @@ LEVELS = (
     ("measure", "run_total", "signatures"),
     ("collector", "evidence_table", "diagnose", "run_view"),
     ("allreduce", "dumps", "evidence", "limits", "sinks", "warning_log", "page"),
-    ("offline",),
+    ("offline", "integrations"),
     ("setting_values", "auditor"),
     ("settings",),
     ("megatron_groups",),

@@ -1,0 +1,113 @@
+"""DlogpAudit: the audit as a torchmetrics metric, for Lightning and MetricCollection.
+
+Its only state is one int64 vector, whatever was added. torchmetrics synchronises it by its own means at ``compute``: a
+barrier, an all-gather of its shape and one of the vector, where the audit's own reduction is one all-reduce. The vectors
+of all ranks are then merged, so quantiles, maxima and worst tokens are those of all ranks, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_audit.allreduce import global_rank
+from rlk_audit.collector import Collector
+from rlk_audit.config import AuditConfig
+from rlk_audit.layout import StateLayout
+from rlk_audit.report import StepReport
+from rlk_audit.state import State
+from rlk_audit.tokens import PerToken, TokenBatch, Values
+
+try:
+    from torchmetrics import Metric
+except ImportError as error:
+    raise ImportError(f"DlogpAudit cannot be used ({error}): pip install 'rlk_audit[torchmetrics]'") from error
+
+
+def merge_vectors(vectors: Tensor, config: AuditConfig) -> Tensor:
+    """Return the state of all vectors (int64 [n, length], each packed for a group of one) as one such vector."""
+    layout = StateLayout(config)
+    additive, rows = vectors[:, : layout.additive_length], vectors[:, layout.additive_length :]
+    whole = torch.cat([additive.sum(0), rows.reshape(-1)])
+    return State.of_vector(whole, StateLayout(config, len(vectors))).pack(layout, 0, -1)
+
+
+class DlogpAudit(Metric):
+    """Drift between train and rollout log-probabilities.
+
+    ``compute`` returns every metric of a StepReport by its key, as a float64 scalar; NaN where there is nothing to say.
+    ``report`` then holds the report with its worst tokens and breakdowns.
+
+    Args:
+        config: the audit's settings; limits are not judged here.
+        kwargs: those of ``torchmetrics.Metric``, such as ``sync_on_compute`` and ``process_group``.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    vector: Tensor
+
+    def __init__(self, config: AuditConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.config = config or AuditConfig()
+        self._collector: Collector | None = None
+        self._report: dict[str, Any] | None = None
+        merge = partial(merge_vectors, config=self.config)
+        self.add_state("vector", default=Collector(self.config).pack(rank=-1), dist_reduce_fx=merge, persistent=True)
+
+    def update(
+        self,
+        train_log_probs: Values | TokenBatch,
+        rollout_log_probs: Values | None = None,
+        mask: Values | None = None,
+        *,
+        labels: Mapping[str, PerToken] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Add a batch; the arguments are those of ``Collector.update``."""
+        if self._collector is None or self._collector.device != self.vector.device:
+            self._collector = Collector(self.config, self.vector.device)
+        self._collector.reset()
+        self._collector.update(train_log_probs, rollout_log_probs, mask, labels=labels, **fields)
+        self.vector = merge_vectors(torch.stack([self.vector, self._collector.pack(rank=global_rank())]), self.config)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return the metrics of all that was added, by key."""
+        report = StepReport.from_vector(self.vector, self.config)
+        self._report = report.to_dict()
+        return {
+            self.config.prefix + name: torch.tensor(value, dtype=torch.float64, device=self.device)
+            for name, value in report.metrics.items()
+        }
+
+    @property
+    def report(self) -> StepReport | None:
+        """The report that the last ``compute`` was made of, over all ranks it synchronised; None before."""
+        return None if self._report is None else StepReport.from_dict(self._report)
+
+    def reset(self) -> None:
+        """Forget what was added."""
+        super().reset()
+        self._report = None
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Plot the values of ``compute``, or given ones; needs matplotlib."""
+        return self._plot(val, ax)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Any = "") -> Any:
+        """Move the state with the module, and never cast it: its integers would not survive a float."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return tensor.to(result.device) if tensor.dtype == torch.int64 != result.dtype else result
+
+        return super()._apply(moved, exclude_state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_collector": None}

@@ -1,0 +1,178 @@
+"""DlogpAudit under the real torchmetrics: the core's bits, and what torchmetrics demands of its own metrics."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+
+from rlk_audit import AuditConfig, Collector, StepReport, TokenBatch
+from rlk_audit.integrations.torchmetrics import DlogpAudit
+
+CONFIG = AuditConfig(breakdowns={"engine": ("e0", "e1"), "position": "auto"}, samples_per_step=64, worst_k=8)
+
+
+def batches(count: int = 4, seed: int = 0) -> list[TokenBatch]:
+    random = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        lengths = random.integers(0, 30, 5)
+        rollout = [-random.exponential(1.0, n) for n in lengths]
+        train = [np.minimum(r + random.normal(0, 0.05 * (1 + number), len(r)), 0.0) for r in rollout]
+        index = list(range(5 * number, 5 * number + 5))
+        labels = {"engine": [i % 2 for i in index]}
+        made.append(TokenBatch.from_lists(train, rollout, sample_index=index, sample_slot=index, labels=labels))
+    return made
+
+
+def core_report(given: list[TokenBatch]) -> StepReport:
+    collector = Collector(CONFIG)
+    for batch in given:
+        collector.update(batch)
+    return collector.compute()
+
+
+def bits(values: dict[str, float]) -> list[tuple[str, str]]:
+    return [(name, float(value).hex()) for name, value in values.items()]
+
+
+def assert_of(metric: DlogpAudit, given: list[TokenBatch]) -> None:
+    """The metric's values and report are the core's of these batches, bit for bit."""
+    expected = core_report(given)
+    values = metric.compute()
+    named = {CONFIG.prefix + name: value for name, value in expected.metrics.items()}
+    assert bits({name: value.item() for name, value in values.items()}) == bits(named)
+    report = metric.report
+    assert report is not None
+    ours, theirs = report.to_dict(), expected.to_dict()
+    for part in ("classes", "warnings", "worst_tokens", "breakdowns", "samples", "histogram"):
+        assert ours[part] == theirs[part], part
+
+
+def filled(given: list[TokenBatch]) -> DlogpAudit:
+    metric = DlogpAudit(CONFIG)
+    for batch in given:
+        metric.update(batch)
+    return metric
+
+
+def test_it_is_the_core() -> None:
+    given = batches()
+    metric = filled(given)
+    assert_of(metric, given)
+    assert [name for name in metric.state_dict()] == ["vector"]
+    assert metric.vector.dtype == torch.int64
+
+
+def test_forward_gives_the_batch_and_adds_it() -> None:
+    given = batches()
+    metric = DlogpAudit(CONFIG)
+    for batch in given:
+        alone = core_report([batch]).metrics["abs_dlogp_max"]
+        value = metric(batch)[CONFIG.prefix + "abs_dlogp_max"].item()
+        assert value == alone or (np.isnan(alone) and np.isnan(value))
+    assert_of(metric, given)
+
+
+def test_reset_forgets() -> None:
+    given = batches()
+    metric = filled(given)
+    metric.compute()
+    metric.reset()
+    assert metric.report is None
+    metric.update(given[1])
+    assert_of(metric, given[1:2])
+
+
+def test_merge_state_adds_another_metric_or_its_state() -> None:
+    given = batches()
+    metric, other = filled(given[:1]), filled(given[1:3])
+    metric.merge_state(other)
+    metric.merge_state({"vector": filled(given[3:]).vector})
+    assert_of(metric, given)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda metric: pickle.loads(pickle.dumps(metric))])
+def test_copies_go_on(again) -> None:
+    given = batches()
+    metric = filled(given[:2])
+    metric.compute()
+    other = again(metric)
+    assert hash(other) != hash(metric)
+    for batch in given[2:]:
+        other.update(batch)
+    assert_of(other, given)
+    assert_of(metric, given[:2])
+
+
+def test_a_checkpoint_is_taken_up() -> None:
+    given = batches()
+    metric = DlogpAudit(CONFIG)
+    metric.load_state_dict(filled(given[:3]).state_dict())
+    metric.update(given[3])
+    assert_of(metric, given)
+
+
+@pytest.mark.parametrize("cast", ["half", "float", "double", "bfloat16"])
+def test_casts_do_not_touch_the_state(cast: str) -> None:
+    given = batches()
+    metric = filled(given[:3])
+    getattr(metric, cast)()
+    metric.set_dtype(torch.float16)
+    metric.type(torch.float32)
+    metric.to(torch.float16)
+    metric.reset()
+    for batch in given:
+        metric.update(batch)
+    assert metric.vector.dtype == torch.int64
+    assert_of(metric, given)
+
+
+def test_constants_cannot_be_changed() -> None:
+    metric = DlogpAudit(CONFIG)
+    for name in ("is_differentiable", "higher_is_better", "full_state_update"):
+        with pytest.raises(RuntimeError, match="Can't change const"):
+            setattr(metric, name, True)
+
+
+def test_a_collection_takes_its_values() -> None:
+    given = batches()
+    collection = MetricCollection({"drift": DlogpAudit(CONFIG), "again": DlogpAudit(CONFIG)}, prefix="train/")
+    for batch in given:
+        collection.update(batch)
+    values = collection.compute()
+    expected = core_report(given).metrics["abs_dlogp_p99"]
+    found = {name: value.item() for name, value in values.items() if name.endswith("abs_dlogp_p99")}
+    assert len(found) == 2
+    assert set(found.values()) == {expected}
+
+
+def test_mean_and_maximum_are_those_of_torchmetrics() -> None:
+    """Its mean is added up in float32, ours exactly."""
+    given = batches()
+    metric, mean, maximum = filled(given), MeanMetric(), MaxMetric()
+    for batch in given:
+        drift = (torch.as_tensor(batch.train_log_probs) - torch.as_tensor(batch.rollout_log_probs)).abs()
+        mean.update(drift)
+        maximum.update(drift)
+    values = metric.compute()
+    assert values[CONFIG.prefix + "abs_dlogp_mean"].item() == pytest.approx(mean.compute().item(), rel=1e-6)
+    assert values[CONFIG.prefix + "abs_dlogp_max"].item() == pytest.approx(maximum.compute().item(), rel=1e-6)
+
+
+def test_nothing_added_is_no_agreement() -> None:
+    metric = DlogpAudit(CONFIG)
+    with pytest.warns(UserWarning, match="before the ``update`` method"):
+        values = metric.compute()
+    assert values[CONFIG.prefix + "abs_dlogp_max"].isnan()
+    assert values[CONFIG.prefix + "compared_token_count"].item() == 0
+
+
+def test_a_failing_batch_is_counted_not_raised() -> None:
+    metric = DlogpAudit(CONFIG)
+    metric.update(torch.zeros(3), torch.zeros(4), torch.ones(3))
+    assert metric.compute()[CONFIG.prefix + "warning/update_failed"].item() == 1
