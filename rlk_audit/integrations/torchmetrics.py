@@ -1,7 +1,7 @@
 """DlogpAudit: the audit as a torchmetrics metric, for Lightning and MetricCollection.
 
 Its only state is one int64 vector, whatever was added. torchmetrics synchronises it by its own means at ``compute``: a
-barrier, an all-gather of its shape and one of the vector, where the audit's own reduction is one all-reduce. The vectors
+barrier, all-gathers of its shape and of the vector, where the audit's own reduction is one all-reduce. The vectors
 of all ranks are then merged, so quantiles, maxima and worst tokens are those of all ranks, bit for bit.
 """
 
