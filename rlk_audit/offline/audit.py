@@ -109,7 +109,7 @@ def audit_dump(
     return RunView(
         ", ".join(map(str, paths)),
         tuple(steps),
-        total,
+        total if len(steps) > 1 else None,
         _causes(run.findings),
         looks[0].density.density(look.density for look in looks[1:]),
         _excerpts(looks, total, asked.texts),
