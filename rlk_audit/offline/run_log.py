@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -40,7 +41,7 @@ def read_run_logs(paths: Sequence[Path]) -> RunView:
     """
     steps: dict[int | None, StepReport] = {}
     total, problems = None, []
-    for path in dict.fromkeys(part for given in paths for part in _parts(given)):
+    for path in dict.fromkeys(part for given in paths for part in (*_moved(given), given)):
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
             try:
                 report = _report(line)
@@ -65,17 +66,20 @@ def follow(path: Path, *, once: bool = False) -> Iterator[StepReport]:
         path: the log; it need not exist yet.
         once: end where the file ends.
     """
-    while not path.exists():
-        if once:
-            return
-        time.sleep(_POLL_SECONDS)
+    known: set[Path] = set()
+    followed = None
     while True:
-        with path.open("rb") as file:
+        for part in _moved(path):
+            if part not in known and (followed is None or not os.path.samestat(part.stat(), followed)):
+                with part.open("rb") as file:
+                    yield from _reports_of(file, part, once=True)
+            known.add(part)
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            followed = os.fstat(file.fileno())
             yield from _reports_of(file, path, once)
         if once:
             return
-        while not path.exists():  # moved aside, and not made anew yet
-            time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)  # not there yet, or moved aside and not made anew
 
 
 def _reports_of(file: BinaryIO, path: Path, once: bool) -> Iterator[StepReport]:
@@ -110,10 +114,10 @@ def _was_replaced(file: BinaryIO, path: Path) -> bool:
         return True
 
 
-def _parts(path: Path) -> list[Path]:
-    """Return the files of one log, oldest first: NAME.1.jsonl, NAME.2.jsonl, ..., NAME.jsonl."""
-    moved = [other for other in path.parent.glob(f"{path.stem}.*{path.suffix}") if other.suffixes[-2][1:].isdecimal()]
-    return [*sorted(moved, key=natural_key), path]
+def _moved(path: Path) -> list[Path]:
+    """Return what a log moved aside as it grew, oldest first: NAME.1.jsonl, NAME.2.jsonl, ..."""
+    parts = [other for other in path.parent.glob(f"{path.stem}.*{path.suffix}") if other.suffixes[-2][1:].isdecimal()]
+    return sorted(parts, key=natural_key)
 
 
 def _report(line: bytes) -> StepReport:

@@ -1,0 +1,366 @@
+"""The command line as people and scripts use it: what is printed where, and with which exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sink_reports import report as step_report
+from sink_reports import strictly
+from typer.testing import CliRunner
+
+from rlk_audit.cli.app import app
+from rlk_audit.sinks import JsonlSink
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "COLUMNS": "120",
+}  # fmt: skip
+PYTHON = [sys.executable, "-m", "rlk_audit"]
+RED = "\x1b[31m"
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def rlk(*arguments: object) -> Done:
+    """Run a command in this process, which spares the imports; scripts and terminals below take a process."""
+    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "120"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def sample(rng: np.random.Generator, step: int, index: int, noise: float, **more: Any) -> dict[str, Any]:
+    rollout = -rng.exponential(1.0, int(rng.integers(10, 30)))
+    train = np.minimum(rollout + rng.normal(0, noise, len(rollout)), 0.0)
+    ids = rng.integers(0, 50, len(rollout)).tolist()
+    record = {"step": step, "sample_index": index, "token_ids": ids, "labels": {"engine": f"e{index % 2}"}}
+    return record | {"train_log_probs": train.tolist(), "rollout_log_probs": rollout.tolist()} | more
+
+
+def write_dump(path: Path, seed: int = 0, noise: tuple[float, float] = (0.005, 0.005), steps: int = 3) -> Path:
+    """A dump of two engines with a noise each."""
+    rng = np.random.default_rng(seed)
+    lines = [sample(rng, step, index, noise[index % 2]) for step in range(steps) for index in range(24)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dump(tmp_path_factory.mktemp("dumps") / "healthy.jsonl")
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dump(tmp_path_factory.mktemp("dumps") / "faulty.jsonl", noise=(0.005, 0.5))
+
+
+# --- report ---------------------------------------------------------------------------------------------------------
+
+
+def test_report_shows_the_run_and_writes_page_and_figures(faulty: Path, tmp_path: Path) -> None:
+    done = rlk("report", faulty, "--html", tmp_path / "page.html", "--json", tmp_path / "run.json", "--exact")
+    assert (done.returncode, done.stderr[:10]) == (0, f"{tmp_path}"[:10])
+    values = strictly((tmp_path / "run.json").read_text())
+    assert len(values["steps"]) == 3
+    for told in ("by engine", "worst tokens", "stale_weights", "quantiles of abs(dlogp) are exact", "step 2"):
+        assert told in done.stdout, told
+    assert f"{values['total']['metrics']['abs_dlogp_max']:.4g}" in done.stdout
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+    assert "page.html: " in done.stderr
+
+
+def test_json_is_alone_on_standard_output(healthy: Path) -> None:
+    done = rlk("report", healthy, "--json", "-")
+    assert (done.returncode, done.stderr) == (0, "")
+    values = strictly(done.stdout)
+    assert [step["step"] for step in values["steps"]] == [0, 1, 2]
+    done = rlk("diagnose", healthy, "--json", "-")
+    assert [cause["findings"][0]["code"] for cause in strictly(done.stdout)] == ["healthy"]
+
+
+def test_by_takes_the_labels_asked_for(faulty: Path) -> None:
+    done = rlk("report", faulty, "--by", "engine")
+    assert "by engine" in done.stdout
+    done = rlk("report", faulty, "--by", "turn")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: the dump has no label turn; it has engine\n"
+
+
+def test_a_log_of_a_run_is_reported_too(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "audit.jsonl")
+    for step in range(3):
+        sink.write(step_report(step, drift=0.1 * step))
+    sink.close()
+    done = rlk("report", tmp_path / "audit.jsonl", "--html", tmp_path / "page.html")
+    assert done.returncode == 0
+    assert "step 2" in done.stdout
+
+
+def test_a_dump_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    hostile = f"{RED}[bold]x[/bold]\r\n\x07"
+    lines = [sample(rng, 0, i, 0.01, labels={hostile: f"{hostile}{i % 2}"}) for i in range(4)]
+    path = tmp_path / "[red]dump\x1b.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
+    for command in ("report", "diagnose"):
+        done = rlk(command, path)
+        assert done.returncode == 0, done.stderr
+        assert not set(done.stdout) & {"\x1b", "\r", "\x07"}
+        assert "left out" in done.stdout
+
+
+# --- unusable -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["report", "nowhere"], "nowhere"),
+        (["report", "."], "no dump"),
+        (["check", "{dump}"], "check needs --limit, --contract or --baseline"),
+        (["check", "{dump}", "--limit", "abs_dlogp_p9=1"], "did you mean abs_dlogp_p99"),
+        (["check", "{dump}", "--limit", "nonsense"], "expected METRIC=BOUND"),
+        (["check", "{dump}", "--contract", "none.json"], "--contract needs --dtype"),
+        (["check", "{dump}", "--baseline", "{dump}"], "is no baseline"),
+        (["report", "{dump}", "--format", "wandb"], "the format must be one of auto, slime"),
+        (["report", "{dump}", "--tokenizer", "none.json"], "the tokenizer none.json cannot be read"),
+        (["report", "{dump}", "--json", "no/such/folder/x"], "No such file"),
+        (["compare", "{dump}", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(
+    arguments: list[str], told: str, healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = rlk(*(argument.format(dump=healthy) for argument in arguments))
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_usage_is_told() -> None:
+    assert rlk("report").returncode == 2
+    assert rlk("report", "x", "--no-such").returncode == 2
+    help_text = rlk("report", "--help")
+    assert help_text.returncode == 0
+    assert "rlk-audit report dumps/ --html page.html" in help_text.stdout
+    assert "--install-completion" in rlk("--help").stdout
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ImportError('No module named typer')")
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run([*PYTHON, "--help"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.endswith("pip install 'rlk_audit[report]'\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_pipe_is_no_error(healthy: Path) -> None:
+    command = f"{' '.join(PYTHON)} report {healthy} | head -2"
+    done = subprocess.run(["bash", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr
+
+
+# --- check ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+{python} check {healthy} --limit abs_dlogp_p99=0.05; echo "healthy $?"
+{python} check {faulty} --limit abs_dlogp_p99=0.05 --limit 'ess0>=0.1'; echo "faulty $?"
+{python} check {nowhere} --limit abs_dlogp_p99=0.05; echo "nowhere $?"
+{python} report {healthy} --json {out} > /dev/null
+{python} check {healthy} --baseline {out}; echo "as accepted $?"
+{python} check {faulty} --baseline {out} --ratio 3; echo "worse $?"
+"""
+
+
+def test_check_in_a_script(healthy: Path, faulty: Path, tmp_path: Path) -> None:
+    script = SCRIPT.format(
+        python=" ".join(PYTHON), healthy=healthy, faulty=faulty, nowhere=tmp_path / "nowhere", out=tmp_path / "out.json"
+    )
+    done = subprocess.run(["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    statuses = [line for line in done.stdout.splitlines() if line.split()[-1] in ("0", "1", "2")]
+    assert statuses == ["healthy 0", "faulty 1", "nowhere 2", "as accepted 0", "worse 1"]
+    assert "step 0: abs_dlogp_p99 is " in done.stdout
+    assert "FAILED: 3 in 3 steps" in done.stdout
+    assert "times the baseline's" in done.stdout
+
+
+def test_what_was_left_out_could_hide_a_crossed_limit(healthy: Path, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.jsonl"
+    path.write_text(healthy.read_text() + '{"train_log_probs": [')
+    done = rlk("check", path, "--limit", "abs_dlogp_p99=0.05")
+    assert done.returncode == 2
+    assert "left out" in done.stdout
+    assert "this is no pass" in done.stderr
+
+
+def test_nothing_compared_is_no_pass(tmp_path: Path) -> None:
+    path = tmp_path / "dump.jsonl"
+    path.write_text('{"train_log_probs": [-1.0], "rollout_log_probs": [null]}\n')
+    assert rlk("check", path, "--limit", "abs_dlogp_p99=0.05").returncode == 1
+
+
+def test_relative_limits_look_at_earlier_steps(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lines = [sample(rng, step, i, 0.5 if step == 29 else 0.005) for step in range(30) for i in range(3)]
+    path = tmp_path / "dump.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = rlk("check", path, "--limit", "abs_dlogp_p99=3x_median_20")
+    assert done.returncode == 1
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[:-1]] == ["step 29"]
+
+
+# --- compare --------------------------------------------------------------------------------------------------------
+
+
+def test_compare_says_that_one_seed_is_identical(healthy: Path, tmp_path: Path) -> None:
+    done = rlk("compare", healthy, write_dump(tmp_path / "again.jsonl"))
+    assert done.returncode == 0
+    assert "identical: both hold the same samples" in done.stdout
+
+
+def test_compare_names_a_fault_of_one_side_and_the_tokens_that_moved(healthy: Path, faulty: Path) -> None:
+    done = rlk("compare", healthy, faulty)
+    assert done.returncode == 0
+    for told in (
+        "A alone shows healthy",
+        "B alone shows stale_weights",
+        "p = 0.001",
+        "engine e1",
+        "tokens that moved most",
+    ):
+        assert told in done.stdout, told
+
+
+def test_compare_says_where_chance_would_do(tmp_path: Path) -> None:
+    a, b = (write_dump(tmp_path / f"{seed}.jsonl", seed) for seed in (1, 2))
+    done = rlk("compare", a, b)
+    assert "no difference is shown, and one below about" in done.stdout
+    few = write_dump(tmp_path / "few.jsonl", 3, steps=0)
+    few.write_text(json.dumps(sample(np.random.default_rng(0), 0, 0, 0.005)) + "\n")
+    assert "no test: 72 and 1 samples, at least 8 are needed" in rlk("compare", a, few).stdout
+
+
+def test_compare_tells_bfloat16_from_float16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of the recordings, sampled at temperature 1."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "diagnosis"))
+    import recordings
+
+    recording = next(r for r in recordings.recordings("tune") if {"bf16", "fp16"} <= set(r.conditions))
+    for name in ("bf16", "fp16"):
+        samples = recording.conditions[name]
+        lines = [{"train_log_probs": s["train"].tolist(), "rollout_log_probs": s["rollout"].tolist()} for s in samples]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = rlk("compare", tmp_path / "bf16.jsonl", tmp_path / "fp16.jsonl")
+    assert "both show healthy" in done.stdout
+    assert "as of bfloat16 (A) against float16" in done.stdout
+
+
+# --- watch ----------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """A watch that runs, and the lines that it has printed."""
+
+    def __init__(self, path: Path, terminal: bool = False) -> None:
+        self.master = None
+        output: Any = subprocess.PIPE
+        if terminal:
+            self.master, output = pty.openpty()
+        self.process = subprocess.Popen([*PYTHON, "watch", str(path)], env=ENVIRONMENT, stdout=output)
+        self.text = ""
+
+    def wait_for(self, told: str) -> None:
+        descriptor = self.process.stdout.fileno() if self.master is None else self.master
+        deadline = time.monotonic() + 60
+        while told not in self.text and time.monotonic() < deadline:
+            if select.select([descriptor], [], [], 0.2)[0]:
+                self.text += os.read(descriptor, 1 << 16).decode(errors="replace")
+        assert told in self.text
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def watching() -> Iterator[list[Watch]]:
+    started: list[Watch] = []
+    yield started
+    for watch in started:
+        if watch.process.poll() is None:
+            watch.process.kill()
+        watch.process.wait()
+        if watch.process.stdout is not None:
+            watch.process.stdout.close()
+        if watch.master is not None:
+            os.close(watch.master)
+
+
+def test_watch_follows_a_run_through_rotation_and_restart(tmp_path: Path, watching: list[Watch]) -> None:
+    path = tmp_path / "audit.jsonl"
+    watch = Watch(path)
+    watching.append(watch)
+    time.sleep(0.5)  # the log is not there yet
+    sink = JsonlSink(path, max_bytes=9_000)
+    for step in range(6):
+        sink.write(step_report(step))
+        time.sleep(0.05)
+    sink.close()
+    assert (tmp_path / "audit.1.jsonl").exists()
+    watch.wait_for("step 5 ")
+    with path.open("a") as file:  # a crash in the middle of a line
+        file.write('{"version": "0.1.0", "kin')
+    time.sleep(0.5)
+    sink = JsonlSink(path)
+    sink.write(step_report(6))
+    watch.wait_for("step 6 ")
+    sink.close()
+    assert watch.stop() == 0
+    lines = watch.text.splitlines()
+    assert [line.split("step ")[1].split(" ")[0] for line in lines] == [str(step) for step in range(7)]
+
+
+def test_watch_draws_on_a_terminal(tmp_path: Path, watching: list[Watch]) -> None:
+    path = tmp_path / "audit.jsonl"
+    sink = JsonlSink(path)
+    sink.write(step_report(1))
+    watch = Watch(path, terminal=True)
+    watching.append(watch)
+    watch.wait_for("verdict")
+    sink.write(step_report(22))
+    watch.wait_for("22")
+    sink.close()
+    assert watch.stop() == 0
+
+
+def test_bars_are_drawn_on_a_terminal_alone(healthy: Path) -> None:
+    master, follower = pty.openpty()
+    command = [*PYTHON, "report", str(healthy)]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=follower)
+    assert process.wait(60) == 0
+    os.close(follower)
+    assert "auditing" in os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert rlk("report", healthy).stderr == ""
