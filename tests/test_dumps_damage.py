@@ -22,7 +22,7 @@ import pytest
 import torch
 from dump_writers import WRITERS, draw, ranks
 
-from rlk_audit.dumps import bounds, files, jsonl, table_arrays, table_parquet
+from rlk_audit.dumps import bounds, files, jsonl, parquet_footer, table_arrays, table_parquet
 from rlk_audit.dumps.sample import DumpError, DumpPart, DumpSample, ReadOptions, Tell
 
 SAFE = ReadOptions()
@@ -484,3 +484,12 @@ def test_a_damaged_rank_does_not_hide_the_others(tmp_path: Path) -> None:
     samples, told = read(tmp_path)
     assert sorted(sample.sample_index for sample in samples) == [0, 2, 3, 5]
     assert [path for path, _ in told] == [paths[1]]
+
+
+def test_the_footer_tells_what_pyarrow_tells(tmp_path: Path) -> None:
+    for seed in range(10):
+        (path,) = WRITERS["table parquet"][1](tmp_path, seed, draw(np.random.default_rng(seed), 9))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            told = [max(group.column(i).num_values for i in range(group.num_columns)) for group in groups]
+        assert parquet_footer.most_values(path) == told and len(told) == 3
