@@ -78,6 +78,8 @@ class _Footer:
     def _read_list(self, path: tuple[int, ...]) -> None:
         head = self._byte()
         size = head >> 4 if head >> 4 < 15 else self._varint()
+        if head & 15 in (_LIST, _SET, _MAP):
+            raise ValueError("it has lists in lists, which Parquet has not")
         for _ in range(size):
             if path == _ROW_GROUPS:
                 self.most.append(0)
