@@ -197,6 +197,7 @@ def test_wrong_types_in_json(name: str, tmp_path: Path) -> None:
         ("sample_index", 1.5, "sample_index must be a whole number of 64 bits"),
         ("mask", [None], "mask must be numbers or booleans"),
         ("mask", [float("nan")], "mask must be numbers or booleans"),
+        ("train_log_probs", [True, 1.0], "train_log_probs must be numbers or null, got bool"),
         ("train_log_probs", [True], "train_log_probs must be numbers, got bool"),
         ("train_log_probs", [[-1.0]], "train_log_probs must be numbers or null, got list"),
         ("labels", {"engine": [["e0"]]}, "the label engine must be text or numbers, got list"),
@@ -298,7 +299,8 @@ def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     good = b'{"train_log_probs": [-1.0], "rollout_log_probs": [-1.0]}\n'
     path.write_bytes(good + b'{"train_log_probs": [' + b"0," * 20_000_000 + b"\n" + good)
     samples, told, peak = traced(path)
-    assert len(samples) == 2 and "at most 1000 bytes" in str(told) and peak < 8 * 2**20
+    assert len(samples) == 2 and peak < 8 * 2**20
+    assert [sentence for _, sentence in told] == ["line 2 is left out: a line must be at most 1000 bytes long"]
 
 
 def npz_bomb(path: Path, size: int) -> None:
@@ -375,6 +377,31 @@ def test_parquet_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", counted)
     samples, told = read(tmp_path / "a.parquet")
     assert len(samples) == 5000 and not told and sizes == [10]
+
+
+def test_pickles_that_number_their_objects_too_high(tmp_path: Path) -> None:
+    path = tmp_path / "global_step_1_training_input.pkl"
+    path.write_bytes(b"\x80\x02X\x12\x00\x00\x00TrainingInputBatchr\xff\xff\xff\x0f.")
+    assert "numbers more objects than it can hold" in refusal(path, options=ReadOptions(allow_pickle=True))
+
+
+def test_values_that_changed_on_disk(tmp_path: Path) -> None:
+    """Values are not part of the pickle, so that only their checksum tells."""
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(0), 3)]
+    (path,) = WRITERS["slime"][1](tmp_path, 7, given)
+    data = bytearray(path.read_bytes())
+    data[data.index(given[0].train.tobytes())] ^= 1
+    path.write_bytes(data)
+    assert "the checksum of its entry" in refusal(path)
+
+
+def test_lists_in_lists_of_a_footer(tmp_path: Path) -> None:
+    footer = b"\x19" * 100_000
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1" + b"train_log_probs" + footer + struct.pack("<I", len(footer)) + b"PAR1")
+    with pytest.raises(DumpError, match="lists in lists"):
+        parquet_footer.most_values(path)
+    assert refusal(path)
 
 
 # --- code in files --------------------------------------------------------------------------------------------------
