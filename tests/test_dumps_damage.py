@@ -22,7 +22,7 @@ import pytest
 import torch
 from dump_writers import WRITERS, draw, ranks
 
-from rlk_audit.dumps import bounds, files, jsonl, parquet_footer, table_arrays, table_parquet
+from rlk_audit.dumps import bounds, files, jsonl, parquet_footer, skyrl, table_arrays, table_parquet
 from rlk_audit.dumps.sample import DumpError, DumpPart, DumpSample, ReadOptions, Tell
 
 SAFE = ReadOptions()
@@ -243,6 +243,28 @@ def test_wrong_types_in_torch_files(name: str, tmp_path: Path) -> None:
                 samples, told = read(tmp_path)
                 assert samples or told
             holder[key] = value
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "response_mask", "rollout_logprobs", "sequences", "attention_mask"])
+@pytest.mark.parametrize("change", ["narrow", "short", "flat", "text", "none"])
+def test_columns_of_skyrl_that_do_not_fit(name: str, change: str, tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(0), 3)]
+    (path,) = WRITERS["skyrl"][1](tmp_path, 7, given)
+    with path.open("rb") as file:
+        state = skyrl._Unpickler(file).load()["state"]
+    column = state["batch_dict"][name]
+    array = np.frombuffer(column["data"], column["dtype"]).reshape(column["shape"])
+    changed = {"narrow": array[:, :1], "short": array[:1], "flat": array[0]}.get(change)
+    state["batch_dict"][name] = {"text": "text", "none": None}.get(change)
+    if changed is not None:
+        state["batch_dict"][name] = column | {"data": changed.tobytes(), "shape": changed.shape}
+    batch = skyrl._Batch()
+    batch["state"] = state
+    path.write_bytes(pickle.dumps(batch))
+    samples, told = read(path, "skyrl", ReadOptions(allow_pickle=True))
+    needed = name in ("loss_mask", "response_mask")
+    assert len(samples) == (3 if change == "none" and not needed else 0)
+    assert samples or "of the batch" in str(told) or "the batch must have" in str(told)
 
 
 def test_wrong_entries_in_columns_of_a_rank(tmp_path: Path) -> None:

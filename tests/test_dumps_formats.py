@@ -259,13 +259,14 @@ def test_prime_ranks_and_exports_that_are_missing(tmp_path: Path) -> None:
     assert [(path.name, sentence) for path, sentence in told] == [
         ("step_2", "the files of the ranks 1 are missing, which other steps have"),
         ("step_2", "the step has no file STABLE: its export was not finished when it was read"),
+        ("step_1", "1 other files were passed over, such as STABLE"),
     ]
 
 
 def test_skyrl_without_a_response_mask_is_refused(tmp_path: Path) -> None:
     """Of left-padded rows nothing else tells where the prompt ends."""
     given = [sample.without_missing() for sample in draw(np.random.default_rng(2))]
-    with pytest.raises(DumpError, match="must have loss_mask and response_mask"):
+    with pytest.raises(DumpError, match="must have loss_mask, response_mask"):
         read_all(writers.skyrl(tmp_path, 1, given, response_mask=False), Told())
 
 

@@ -26,6 +26,10 @@ NO_TRAIN_SIDE = (
     "the dump has no action_log_probs: SkyRL computes them where it recomputes the policy's log-probabilities"
 )
 _STEP = re.compile(r"step_?([0-9]+)[^/]*$")
+_NEEDED = ("loss_mask", "response_mask")
+_RESPONSE = ("action_log_probs", "rollout_logprobs", "loss_mask", "response_mask")
+_SEQUENCE = ("sequences", "attention_mask")
+_COLUMNS = (*_RESPONSE, *_SEQUENCE)
 _CLASSES = ("TrainingInputBatch", "TensorBatch", "TensorList")
 
 
@@ -59,7 +63,11 @@ def _sample(batch: Mapping[str, Tensor], row: int, step: int | None) -> DumpSamp
     response = columns.mask(batch["response_mask"][row], "response_mask")  # whatever side is padded
     rollout = batch.get("rollout_logprobs")
     sequences, attention = batch.get("sequences"), batch.get("attention_mask")
-    tokens = None if sequences is None else columns.integers(sequences[row][-len(response) :], "sequences")
+    tokens = (
+        None
+        if sequences is None
+        else columns.integers(sequences[row, sequences.shape[1] - len(response) :], "sequences")
+    )
     whole = None if attention is None else columns.mask(attention[row], "attention_mask")
     return DumpSample(
         columns.train_log_probs(batch["action_log_probs"][row], "action_log_probs")[response],
@@ -109,15 +117,13 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise DumpError("the pickle is no training batch of SkyRL")
     given = {name: value for name, value in state["batch_dict"].items() if name in _COLUMNS and value is not None}
     batch = {name: _tensor(name, value) for name, value in given.items()}
-    rows = {len(tensor) for tensor in batch.values()}
-    if len(rows) > 1 or not {"loss_mask", "response_mask"} <= set(batch):
-        raise DumpError("the batch must have loss_mask and response_mask, and one row a sample in every column")
+    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+    if not set(_NEEDED) <= set(batch) or len({shapes[name] for name in _RESPONSE if name in batch}) > 1:
+        raise DumpError(f"the batch must have {', '.join(_NEEDED)}, and {', '.join(_RESPONSE)} of one shape")
+    rows, width = shapes["response_mask"]
+    if any(shapes[name][0] != rows or shapes[name][1] < width for name in _SEQUENCE if name in batch):
+        raise DumpError(f"the batch must have {', '.join(_SEQUENCE)} of its rows, with prompt and response")
     return batch
-
-
-_COLUMNS = (
-    "action_log_probs", "rollout_logprobs", "loss_mask", "response_mask", "sequences", "attention_mask",
-)  # fmt: skip
 
 
 def _tensor(name: str, value: Any) -> Tensor:
