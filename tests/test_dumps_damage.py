@@ -202,13 +202,14 @@ def test_wrong_types_in_json(name: str, tmp_path: Path) -> None:
         ("train_log_probs", [[-1.0]], "train_log_probs must be numbers or null, got list"),
         ("labels", {"engine": [["e0"]]}, "the label engine must be text or numbers, got list"),
         ("labels", ["e0"], "its labels must be an object of names and labels"),
+        ("rollout_missing", [1, 0], "its rollout_missing must be as long as its rollout_log_probs"),
         ("train_nonfinite", {"NaN": [1]}, "must be inside its arrays"),
         ("train_nonfinite", {"nan": [0]}, "must be lists by NaN, Infinity and -Infinity"),
     ],
 )
 def test_what_is_wrong_is_named(field: str, value: Any, match: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"train_log_probs": [-1.0], field: value}) + "\n")
+    path.write_text(json.dumps({"train_log_probs": [-1.0], "rollout_log_probs": [-1.0], field: value}) + "\n")
     assert match in refusal(path)
 
 
