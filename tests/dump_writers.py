@@ -304,7 +304,7 @@ def table_safetensors(folder: Path, step: int, samples: Sequence[Given]) -> list
 SKYRL_MODULE = "skyrl.backends.skyrl_train.training_batch"
 
 
-def skyrl(folder: Path, step: int, samples: Sequence[Given]) -> list[Path]:
+def skyrl(folder: Path, step: int, samples: Sequence[Given], response_mask: bool = True) -> list[Path]:
     """Left-padded, as SkyRL writes it; SkyRL's module is there only while it is pickled."""
     longest = max(len(given.prompt) for given in samples)
     width = max(len(given) for given in samples)
@@ -320,7 +320,7 @@ def skyrl(folder: Path, step: int, samples: Sequence[Given]) -> list[Path]:
         "batch_dict": {
             "sequences": batch(lambda g: g.prompt + g.tokens, longest + width, np.int64),
             "attention_mask": batch(lambda g: [1] * (len(g.prompt) + len(g)), longest + width, np.int64),
-            "response_mask": batch(lambda g: [1] * len(g), width, np.int64),
+            "response_mask": batch(lambda g: [1] * len(g), width, np.int64) if response_mask else None,
             "loss_mask": batch(lambda g: g.mask, width, np.int64),
             "rollout_logprobs": batch(lambda g: g.rollout, width, np.float32),
             "action_log_probs": batch(lambda g: g.train, width, np.float32),

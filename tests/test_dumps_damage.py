@@ -22,7 +22,7 @@ import pytest
 import torch
 from dump_writers import WRITERS, draw, ranks
 
-from rlk_audit.dumps import bounds, files, jsonl, table_arrays, table_parquet
+from rlk_audit.dumps import bounds, files, jsonl, parquet_footer, skyrl, table_arrays, table_parquet
 from rlk_audit.dumps.sample import DumpError, DumpPart, DumpSample, ReadOptions, Tell
 
 SAFE = ReadOptions()
@@ -197,17 +197,19 @@ def test_wrong_types_in_json(name: str, tmp_path: Path) -> None:
         ("sample_index", 1.5, "sample_index must be a whole number of 64 bits"),
         ("mask", [None], "mask must be numbers or booleans"),
         ("mask", [float("nan")], "mask must be numbers or booleans"),
+        ("train_log_probs", [True, 1.0], "train_log_probs must be numbers or null, got bool"),
         ("train_log_probs", [True], "train_log_probs must be numbers, got bool"),
         ("train_log_probs", [[-1.0]], "train_log_probs must be numbers or null, got list"),
         ("labels", {"engine": [["e0"]]}, "the label engine must be text or numbers, got list"),
         ("labels", ["e0"], "its labels must be an object of names and labels"),
+        ("rollout_missing", [1, 0], "its rollout_missing must be as long as its rollout_log_probs"),
         ("train_nonfinite", {"NaN": [1]}, "must be inside its arrays"),
         ("train_nonfinite", {"nan": [0]}, "must be lists by NaN, Infinity and -Infinity"),
     ],
 )
 def test_what_is_wrong_is_named(field: str, value: Any, match: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"train_log_probs": [-1.0], field: value}) + "\n")
+    path.write_text(json.dumps({"train_log_probs": [-1.0], "rollout_log_probs": [-1.0], field: value}) + "\n")
     assert match in refusal(path)
 
 
@@ -242,6 +244,28 @@ def test_wrong_types_in_torch_files(name: str, tmp_path: Path) -> None:
                 samples, told = read(tmp_path)
                 assert samples or told
             holder[key] = value
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "response_mask", "rollout_logprobs", "sequences", "attention_mask"])
+@pytest.mark.parametrize("change", ["narrow", "short", "flat", "text", "none"])
+def test_columns_of_skyrl_that_do_not_fit(name: str, change: str, tmp_path: Path) -> None:
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(0), 3)]
+    (path,) = WRITERS["skyrl"][1](tmp_path, 7, given)
+    with path.open("rb") as file:
+        state = skyrl._Unpickler(file).load()["state"]
+    column = state["batch_dict"][name]
+    array = np.frombuffer(column["data"], column["dtype"]).reshape(column["shape"])
+    changed = {"narrow": array[:, :1], "short": array[:1], "flat": array[0]}.get(change)
+    state["batch_dict"][name] = {"text": "text", "none": None}.get(change)
+    if changed is not None:
+        state["batch_dict"][name] = column | {"data": changed.tobytes(), "shape": changed.shape}
+    batch = skyrl._Batch()
+    batch["state"] = state
+    path.write_bytes(pickle.dumps(batch))
+    samples, told = read(path, "skyrl", ReadOptions(allow_pickle=True))
+    needed = name in ("loss_mask", "response_mask")
+    assert len(samples) == (3 if change == "none" and not needed else 0)
+    assert samples or "of the batch" in str(told) or "the batch must have" in str(told)
 
 
 def test_wrong_entries_in_columns_of_a_rank(tmp_path: Path) -> None:
@@ -298,7 +322,8 @@ def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     good = b'{"train_log_probs": [-1.0], "rollout_log_probs": [-1.0]}\n'
     path.write_bytes(good + b'{"train_log_probs": [' + b"0," * 20_000_000 + b"\n" + good)
     samples, told, peak = traced(path)
-    assert len(samples) == 2 and "at most 1000 bytes" in str(told) and peak < 8 * 2**20
+    assert len(samples) == 2 and peak < 8 * 2**20
+    assert [sentence for _, sentence in told] == ["line 2 is left out: a line must be at most 1000 bytes long"]
 
 
 def npz_bomb(path: Path, size: int) -> None:
@@ -375,6 +400,31 @@ def test_parquet_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", counted)
     samples, told = read(tmp_path / "a.parquet")
     assert len(samples) == 5000 and not told and sizes == [10]
+
+
+def test_pickles_that_number_their_objects_too_high(tmp_path: Path) -> None:
+    path = tmp_path / "global_step_1_training_input.pkl"
+    path.write_bytes(b"\x80\x02X\x12\x00\x00\x00TrainingInputBatchr\xff\xff\xff\x0f.")
+    assert "numbers more objects than it can hold" in refusal(path, options=ReadOptions(allow_pickle=True))
+
+
+def test_values_that_changed_on_disk(tmp_path: Path) -> None:
+    """Values are not part of the pickle, so that only their checksum tells."""
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(0), 3)]
+    (path,) = WRITERS["slime"][1](tmp_path, 7, given)
+    data = bytearray(path.read_bytes())
+    data[data.index(given[0].train.tobytes())] ^= 1
+    path.write_bytes(data)
+    assert "the checksum of its entry" in refusal(path)
+
+
+def test_lists_in_lists_of_a_footer(tmp_path: Path) -> None:
+    footer = b"\x19" * 100_000
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1" + b"train_log_probs" + footer + struct.pack("<I", len(footer)) + b"PAR1")
+    with pytest.raises(DumpError, match="lists in lists"):
+        parquet_footer.most_values(path)
+    assert refusal(path)
 
 
 # --- code in files --------------------------------------------------------------------------------------------------
@@ -484,3 +534,12 @@ def test_a_damaged_rank_does_not_hide_the_others(tmp_path: Path) -> None:
     samples, told = read(tmp_path)
     assert sorted(sample.sample_index for sample in samples) == [0, 2, 3, 5]
     assert [path for path, _ in told] == [paths[1]]
+
+
+def test_the_footer_tells_what_pyarrow_tells(tmp_path: Path) -> None:
+    for seed in range(10):
+        (path,) = WRITERS["table parquet"][1](tmp_path, seed, draw(np.random.default_rng(seed), 9))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            told = [max(group.column(i).num_values for i in range(group.num_columns)) for group in groups]
+        assert parquet_footer.most_values(path) == told and len(told) == 3

@@ -234,6 +234,42 @@ def test_prime_tokens_of_cross_entropy_are_not_active(tmp_path: Path) -> None:
     assert np.flatnonzero(sample.mask).tolist() == [0]
 
 
+def test_no_response_begins_at_the_first_token_of_a_sequence(tmp_path: Path) -> None:
+    path = writers.nemo_rl(tmp_path, 2, draw(np.random.default_rng(0), 1))[0]
+    record = json.loads(path.read_text())
+    edit_lines(path, token_loss_mask=[1] * len(record["token_loss_mask"]))
+    (sample,) = read_all([path], Told())
+    assert sample.prompt_length == 1 and len(sample) == record["input_lengths"] - 1
+
+
+def test_a_sequence_without_response_is_an_empty_sample(tmp_path: Path) -> None:
+    path = writers.nemo_rl(tmp_path, 2, draw(np.random.default_rng(0), 1))[0]
+    edit_lines(path, token_loss_mask=[0] * len(json.loads(path.read_text())["token_loss_mask"]))
+    (sample,) = read_all([path], Told())
+    assert len(sample) == 0 and sample.train_log_probs is not None and len(sample.train_log_probs) == 0
+
+
+def test_prime_ranks_and_exports_that_are_missing(tmp_path: Path) -> None:
+    for step in (1, 2):
+        paths = writers.prime_rl(tmp_path, step, draw(np.random.default_rng(step), 4))
+    paths[1].unlink()
+    (paths[0].parent / "STABLE").unlink()
+    told = Told()
+    assert len(read_all([tmp_path], told)) == 6
+    assert [(path.name, sentence) for path, sentence in told] == [
+        ("step_2", "the files of the ranks 1 are missing, which other steps have"),
+        ("step_2", "the step has no file STABLE: its export was not finished when it was read"),
+        ("step_1", "1 other files were passed over, such as STABLE"),
+    ]
+
+
+def test_skyrl_without_a_response_mask_is_refused(tmp_path: Path) -> None:
+    """Of left-padded rows nothing else tells where the prompt ends."""
+    given = [sample.without_missing() for sample in draw(np.random.default_rng(2))]
+    with pytest.raises(DumpError, match="must have loss_mask, response_mask"):
+        read_all(writers.skyrl(tmp_path, 1, given, response_mask=False), Told())
+
+
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +382,14 @@ def test_globs_folders_and_files_are_read_once(tmp_path: Path) -> None:
         written("table npz", tmp_path, step, draw(np.random.default_rng(0)))
     paths = [tmp_path / "step_*.npz", tmp_path, tmp_path / "step_1.npz"]
     assert [part.step for part in files.find(paths, tell=Told())] == [0, 1, 2]
+
+
+def test_files_without_a_step_come_as_people_count(tmp_path: Path) -> None:
+    for name in ("part10", "part9", "part1"):
+        (tmp_path / f"{name}.jsonl").write_text('{"train_log_probs": [-1.0]}\n')
+    parts = files.find([tmp_path], tell=Told())
+    assert [part.paths[0].stem for part in parts] == ["part1", "part9", "part10"]
+    assert {part.step for part in parts} == {None}
 
 
 def test_all_formats_in_one_folder(tmp_path: Path) -> None:

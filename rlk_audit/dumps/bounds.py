@@ -14,6 +14,8 @@ MAX_SAMPLE_TOKENS = 2**24
 """Response tokens of one sample."""
 MAX_ROW_GROUP_VALUES = 2**28
 """Values of one column in a row group of Parquet."""
+MAX_FOOTER_BYTES = 64 * 2**20
+"""Size of the footer of a Parquet file, its table of contents."""
 BATCH_VALUES = 2**20
 """Values of one column that are decoded from Parquet at a time, unless one sample has more."""
 HEAD_BYTES = 2**20

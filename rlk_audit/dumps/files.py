@@ -100,7 +100,7 @@ def _format_of(path: Path, readers: Sequence[DumpFormat], others: list[tuple[Pat
         if not path.is_file():
             others.append((path, "it is no regular file"))
         elif path.stat().st_size == 0:
-            others.append((path, "the file is empty"))
+            others.append((path, "the file is empty" if path.suffix in _SUFFIXES else ""))
         elif (reader := next((reader for reader in readers if reader.recognises(path)), None)) is not None:
             return reader.name
         else:

@@ -16,16 +16,20 @@ from torch import Tensor
 from rlk_audit.dumps import columns
 from rlk_audit.dumps.bounds import HEAD_BYTES, MAX_FILE_BYTES
 from rlk_audit.dumps.damage import told_as
-from rlk_audit.dumps.faults import Faults, SampleError
+from rlk_audit.dumps.faults import Faults
 from rlk_audit.dumps.naming import single_file_parts
 from rlk_audit.dumps.pickle_scan import CODE_IN_FILE, names_in
-from rlk_audit.dumps.sample import Bools, DumpError, DumpFormat, DumpPart, DumpSample, ReadOptions, Tell
+from rlk_audit.dumps.sample import DumpError, DumpFormat, DumpPart, DumpSample, ReadOptions, Tell
 
 REFUSAL = f"the file is a pickle, and {CODE_IN_FILE}"
 NO_TRAIN_SIDE = (
     "the dump has no action_log_probs: SkyRL computes them where it recomputes the policy's log-probabilities"
 )
 _STEP = re.compile(r"step_?([0-9]+)[^/]*$")
+_NEEDED = ("loss_mask", "response_mask")
+_RESPONSE = ("action_log_probs", "rollout_logprobs", "loss_mask", "response_mask")
+_SEQUENCE = ("sequences", "attention_mask")
+_COLUMNS = (*_RESPONSE, *_SEQUENCE)
 _CLASSES = ("TrainingInputBatch", "TensorBatch", "TensorList")
 
 
@@ -56,33 +60,24 @@ FORMAT: DumpFormat = _SkyRL()
 
 
 def _sample(batch: Mapping[str, Tensor], row: int, step: int | None) -> DumpSample:
-    response, prompt_length = _response(batch, row)
+    response = columns.mask(batch["response_mask"][row], "response_mask")  # whatever side is padded
     rollout = batch.get("rollout_logprobs")
-    sequences = batch.get("sequences")
-    tokens = None if sequences is None else columns.integers(sequences[row][-len(response) :], "sequences")
+    sequences, attention = batch.get("sequences"), batch.get("attention_mask")
+    tokens = (
+        None
+        if sequences is None
+        else columns.integers(sequences[row, sequences.shape[1] - len(response) :], "sequences")
+    )
+    whole = None if attention is None else columns.mask(attention[row], "attention_mask")
     return DumpSample(
         columns.train_log_probs(batch["action_log_probs"][row], "action_log_probs")[response],
         None if rollout is None else columns.log_probs(rollout[row], "rollout_logprobs")[0][response],
         columns.mask(batch["loss_mask"][row], "loss_mask")[response],
         step=step,
         sample_index=row,
-        prompt_length=prompt_length,
-        token_ids=None if tokens is None else tokens[response],
+        prompt_length=None if whole is None else int(whole.sum() - response.sum()),
+        token_ids=None if tokens is None else tokens[len(tokens) - len(response) :][response],
     )
-
-
-def _response(batch: Mapping[str, Tensor], row: int) -> tuple[Bools, int | None]:
-    """Return which columns of the response arrays are tokens, whatever side is padded, and the prompt's length."""
-    width = batch["action_log_probs"].shape[1]
-    attention = batch.get("attention_mask")
-    whole = None if attention is None else columns.mask(attention[row], "attention_mask")
-    if batch.get("response_mask") is not None:
-        real = columns.mask(batch["response_mask"][row], "response_mask")
-    elif whole is not None:
-        real = whole[-width:]
-    else:
-        raise SampleError("without response_mask or attention_mask its padding is not known")
-    return real, None if whole is None else int(whole.sum() - real.sum())
 
 
 # --- the pickle -----------------------------------------------------------------------------------------------------
@@ -122,15 +117,13 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise DumpError("the pickle is no training batch of SkyRL")
     given = {name: value for name, value in state["batch_dict"].items() if name in _COLUMNS and value is not None}
     batch = {name: _tensor(name, value) for name, value in given.items()}
-    rows = {len(tensor) for tensor in batch.values()}
-    if len(rows) > 1 or "loss_mask" not in batch:
-        raise DumpError(f"the batch must have one row a sample in {', '.join(_COLUMNS)}")
+    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+    if not set(_NEEDED) <= set(batch) or len({shapes[name] for name in _RESPONSE if name in batch}) > 1:
+        raise DumpError(f"the batch must have {', '.join(_NEEDED)}, and {', '.join(_RESPONSE)} of one shape")
+    rows, width = shapes["response_mask"]
+    if any(shapes[name][0] != rows or shapes[name][1] < width for name in _SEQUENCE if name in batch):
+        raise DumpError(f"the batch must have {', '.join(_SEQUENCE)} of its rows, with prompt and response")
     return batch
-
-
-_COLUMNS = (
-    "action_log_probs", "rollout_logprobs", "loss_mask", "response_mask", "sequences", "attention_mask",
-)  # fmt: skip
 
 
 def _tensor(name: str, value: Any) -> Tensor:

@@ -83,10 +83,12 @@ def _rollout(record: Mapping[str, Any]) -> tuple[Floats | None, Bools | None]:
     told = record.get("rollout_missing")
     if told is not None:
         missing = columns.mask(told, "rollout_missing")
-    # A place that holds NaN or an infinity is written as null beside its name, and is not missing.
-    for place in _nonfinite_places(record, "rollout_log_probs", len(rollout)):
-        if missing is not None:
-            missing[place] = False
+        if len(missing) != len(rollout):
+            raise SampleError("its rollout_missing must be as long as its rollout_log_probs")
+    if missing is not None:
+        # A place that holds NaN or an infinity is written as null beside its name, and is not missing.
+        missing = missing.copy()
+        missing[list(_nonfinite_places(record, "rollout_log_probs", len(rollout)))] = False
     rollout = _restored(record, "rollout_log_probs", rollout)
     return rollout, missing if missing is not None and missing.any() else None
 

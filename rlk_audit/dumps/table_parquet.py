@@ -12,6 +12,7 @@ from rlk_audit.dumps.bounds import BATCH_VALUES, HEAD_BYTES, MAX_ROW_GROUP_VALUE
 from rlk_audit.dumps.damage import told_as
 from rlk_audit.dumps.faults import Faults
 from rlk_audit.dumps.packages import need
+from rlk_audit.dumps.parquet_footer import most_values
 from rlk_audit.dumps.sample import DumpError
 
 _MAGIC = b"PAR1"
@@ -36,8 +37,9 @@ def records(path: Path, faults: Faults) -> Iterator[tuple[str, Mapping[str, Any]
     """
     parquet = need("pyarrow.parquet", path)
     number = 0
+    most = most_values(path)
     with told_as("the Parquet file is damaged"), parquet.ParquetFile(path) as file:
-        for group, rows in _batches(file):
+        for group, rows in _batches(file, most):
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], use_threads=False):
                 for row in range(batch.num_rows):
                     number += 1
@@ -45,16 +47,16 @@ def records(path: Path, faults: Faults) -> Iterator[tuple[str, Mapping[str, Any]
                     yield f"row {number}", {name: _value(column[row]) for name, column in cells}
 
 
-def _batches(file: Any) -> Iterator[tuple[int, int]]:
+def _batches(file: Any, most: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield each row group with the rows to decode at a time, after a look at what the file claims to hold."""
-    for group in range(file.metadata.num_row_groups):
-        found = file.metadata.row_group(group)
-        values = max((found.column(i).num_values for i in range(found.num_columns)), default=0)
-        if found.num_rows <= 0 or values < 0:
-            continue
-        if values > MAX_ROW_GROUP_VALUES or values > found.num_rows * MAX_SAMPLE_TOKENS:
-            raise DumpError(f"a row group must hold at most {MAX_ROW_GROUP_VALUES} values of a column, got {values}")
-        yield group, max(1, BATCH_VALUES * found.num_rows // max(values, 1))
+    for group, values in enumerate(most[: file.metadata.num_row_groups]):
+        rows = file.metadata.row_group(group).num_rows
+        if rows > 0:
+            if values > MAX_ROW_GROUP_VALUES or values > rows * MAX_SAMPLE_TOKENS:
+                raise DumpError(
+                    f"a row group must hold at most {MAX_ROW_GROUP_VALUES} values of a column, got {values}"
+                )
+            yield group, max(1, BATCH_VALUES * rows // max(values, 1))
 
 
 def _value(scalar: Any) -> Any:
