@@ -20,6 +20,8 @@ MAX_SAMPLES = 20_000
 MIN_SAMPLES = 8
 MIN_BUCKET_TOKENS = 100
 BUCKETS_SHOWN = 12
+LEAST_DIFFERENCE = 0.05
+"""Of a ratio from 1, for a bucket to be shown."""
 _SEED = 20_240_229
 _POWER_80 = 1.96 + 0.84
 """Standard errors that a difference must have to be seen at 5 % in four of five experiments."""
@@ -120,7 +122,7 @@ def buckets(a: RunView, b: RunView) -> list[Pair]:
             other = others.get(bucket.name)
             if other is not None and min(bucket.compared_token_count, other.compared_token_count) >= MIN_BUCKET_TOKENS:
                 pairs.append(Pair(f"{label} {bucket.name}", bucket.abs_dlogp_mean, other.abs_dlogp_mean))
-    known = [pair for pair in pairs if not math.isnan(pair.ratio)]
+    known = [pair for pair in pairs if abs(pair.ratio - 1) > LEAST_DIFFERENCE]
     return sorted(known, key=lambda pair: -abs(math.log(pair.ratio)))[:BUCKETS_SHOWN]
 
 
