@@ -61,7 +61,7 @@ class Reading:
                     without_train += 1
                 else:
                     yield part.step if sample.step is None else sample.step, sample
-        except DumpError as error:
+        except (DumpError, OSError) as error:  # a file may be gone by now
             self.tell(part.paths[0], str(error))
         if without_train:
             self.tell(part.paths[0], f"{without_train} samples are left out: they have no train log-probabilities")

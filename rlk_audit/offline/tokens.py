@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -98,6 +98,12 @@ class Tokens:
         return np.diff(self.starts, append=len(self))
 
     @cached_property
+    def sample_index(self) -> Ints:
+        """Index of each sample; its number in the step where the dump has none, so that worst tokens have an order."""
+        known = self._of_samples("sample_index")
+        return np.where(known < 0, self.slots, known)
+
+    @cached_property
     def compared(self) -> Bools:
         """Which tokens an audit of default settings compares."""
         train, rollout, active, missing = map(torch.from_numpy, (self.train, self.rollout, self.active, self.missing))
@@ -129,9 +135,9 @@ class Tokens:
             torch.from_numpy(self.active),
             torch.ones(len(self), dtype=torch.bool),
             torch.from_numpy(self.missing),
-            sample_index=self._each("sample_index"),
+            sample_index=torch.from_numpy(np.repeat(self.sample_index, self.lengths)),
             sample_slot=torch.from_numpy(np.repeat(self.slots, self.lengths)),
-            rollout_id=self._each("rollout_id"),
+            rollout_id=torch.from_numpy(np.repeat(self._of_samples("rollout_id"), self.lengths)),
             token_position=torch.from_numpy(self.position),
             token_ids=ids.pop("token_ids", None),
             rollout_token_ids=ids.pop("rollout_token_ids", None),
@@ -167,16 +173,21 @@ class Tokens:
         known = None if first.sample_index < 0 else first.sample_index
         return refusal_of(int(self.refused_slots[0]), lengths(first), known)
 
-    def _each(self, name: str) -> torch.Tensor:
-        """Return a number of each sample, one entry a token."""
-        values = np.array([getattr(sample, name) for sample in self.samples], dtype=np.int64)
-        return torch.from_numpy(np.repeat(values, self.lengths))
+    def _of_samples(self, name: str) -> Ints:
+        return np.array([getattr(sample, name) for sample in self.samples], dtype=np.int64)
 
 
 def lengths(sample: DumpSample) -> dict[str, int]:
     """Return the length of each array of a sample."""
     given = {"train_log_probs": sample.train_log_probs} | {name: getattr(sample, name) for name in _PER_TOKEN}
     return {name: len(values) for name, values in given.items() if values is not None}
+
+
+def owned(sample: DumpSample) -> DumpSample:
+    """Return a sample whose arrays are its own, so that those of its file can go."""
+    arrays = {name: getattr(sample, name) for name in ("train_log_probs", *_PER_TOKEN)}
+    shared = {name: values.copy() for name, values in arrays.items() if values is not None and values.base is not None}
+    return replace(sample, **shared)
 
 
 def is_whole(sample: DumpSample) -> bool:
