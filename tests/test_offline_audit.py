@@ -24,6 +24,7 @@ from rlk_audit import AuditConfig, Collector
 from rlk_audit.config import quantile_suffix
 from rlk_audit.dumps.sample import DumpError, DumpSample, ReadOptions
 from rlk_audit.offline import audit as audit_module
+from rlk_audit.offline import run as run_module
 from rlk_audit.offline.audit import Asked, audit_dump
 from rlk_audit.offline.exact import BinValues
 from rlk_audit.offline.labels import MAX_NAMES, LabelCounts, choose_labels
@@ -178,9 +179,9 @@ def test_more_steps_than_are_held_open(tmp_path: Path) -> None:
 def test_small_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_lines(tmp_path / "dump.jsonl", rows(write(tmp_path / "npz", "npz"))[::-1])
     whole = everything(audit_dump([tmp_path / "dump.jsonl"]))
-    monkeypatch.setattr(audit_module, "BATCH_TOKENS", 5)
+    monkeypatch.setattr(run_module, "BATCH_TOKENS", 5)
     assert everything(audit_dump([tmp_path / "dump.jsonl"])) == whole
-    monkeypatch.setattr(audit_module, "MAX_WAITING_TOKENS", 9)
+    monkeypatch.setattr(run_module, "MAX_WAITING_TOKENS", 9)
     assert everything(audit_dump([tmp_path / "dump.jsonl"])) == whole
 
 
@@ -329,19 +330,25 @@ def test_samples_of_unequal_arrays_are_refused_and_counted(tmp_path: Path) -> No
     assert (report.metrics["compared_token_count"], report.metrics["sample_count"]) == (4, 3)
 
 
-def test_a_file_that_shrinks_between_readings_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rest", "told"),
+    [(slice(-2), "2 samples are gone, 0 are new"), (slice(None), "0 samples are gone, 1 are new and left out")],
+)
+def test_a_file_that_changes_between_readings_is_told(
+    rest: slice, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     records = rows(write(tmp_path / "npz", "npz"))
     path = tmp_path / "dump.jsonl"
     write_lines(path, records)
     plan = audit_module.Plan.of
 
-    def shrink(*given: Any) -> Any:
-        write_lines(path, records[:-2])
+    def change(*given: Any) -> Any:
+        write_lines(path, [*records[rest], *records[-1:]] if rest == slice(None) else records[rest])
         return plan(*given)
 
-    monkeypatch.setattr(audit_module.Plan, "of", shrink)
+    monkeypatch.setattr(audit_module.Plan, "of", change)
     view = audit_dump([path])
-    assert any("files changed while they were read: 2 samples" in problem for problem in view.problems)
+    assert any(f"it changed while it was read: {told}" in problem for problem in view.problems)
     assert view.whole.metrics["compared_token_count"] > 0
 
 
