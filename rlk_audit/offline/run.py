@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +99,7 @@ class Run:
             report, vector = self._reduce(step)
             total.add(vector, 1)
             steps.append(report)
+        deque(ready, maxlen=0)  # to the end, for what came after the first reading
         of_all = total.report()
         assert of_all is not None
         return steps, _compact(of_all)
