@@ -71,14 +71,14 @@ SETTINGS = {
     45: Setting("tune", 8192, 64, 2, 64, 48, 350),
     46: Setting("tune", 8192, 96, 2, 64, 40, 400),
     47: Setting("tune", 320, 64, 2, 48, 48, 500),
-    48: Setting("tune", 1280, 96, 3, 36, 64, 450),
-    49: Setting("tune", 5120, 64, 2, 48, 40, 350),
-    51: Setting("held_out", 128, 64, 2, 48, 48, 600),
-    52: Setting("held_out", 320, 96, 2, 40, 56, 500),
-    53: Setting("held_out", 896, 64, 3, 36, 64, 450),
-    54: Setting("held_out", 1536, 128, 2, 56, 40, 400),
-    55: Setting("held_out", 4096, 64, 2, 48, 48, 350),
-    56: Setting("held_out", 12288, 64, 2, 44, 48, 350),
+    48: Setting("tune", 1280, 96, 2, 36, 64, 300),
+    49: Setting("tune", 5120, 64, 2, 48, 40, 250),
+    51: Setting("held_out", 128, 64, 2, 48, 48, 300),
+    52: Setting("held_out", 320, 96, 2, 40, 56, 300),
+    53: Setting("held_out", 896, 64, 3, 36, 64, 300),
+    54: Setting("held_out", 1536, 128, 2, 56, 40, 250),
+    55: Setting("held_out", 4096, 64, 2, 48, 48, 250),
+    56: Setting("held_out", 12288, 64, 2, 44, 48, 200),
 }
 
 
