@@ -33,6 +33,8 @@ BLOCK_COUNTS = (2, 4, 8, 16)
 BLOCK_RULES = ("even", "ceil", "floor", "sequence")
 MIN_BLOCK = 2
 """Tokens a block: shorter ones are hardly blocks."""
+REPEATED = 0.5
+"""More than this part of the blocks have a place: one block that fits many others, say one of zeros, is no order."""
 SIMPLER = 0.85
 """A lag is meant rather than a block order if it gains at least this part as much."""
 SEARCH_TOKENS = 50_000
@@ -90,6 +92,19 @@ def _search(table: TokenTable, search: Search) -> Signal | None:
 def _denied_zeros(table: TokenTable) -> Bools:
     train, rollout = table.train, table.rollout
     return np.asarray(((rollout == 0) & (train < -1)) | ((train == 0) & (rollout < -1)))
+
+
+def _views(table: TokenTable, good: Bools) -> tuple[TokenTable, TokenTable]:
+    """Return the table, and one with the rollout values mapped so that they are distributed as the train values.
+
+    A wrong pairing leaves the distributions alone, and a temperature or a filter does not: the map undoes most of what
+    such a second fault does to all values, however they are paired, so that it hides no pairing.
+    """
+    values = np.sort(table.rollout[good])
+    place = (np.searchsorted(values, values, "left") + np.searchsorted(values, values, "right") - 1) // 2
+    mapped = table.rollout.copy()
+    mapped[good] = np.sort(table.train[good])[place[np.searchsorted(values, table.rollout[good])]]
+    return table, table.with_rollout(mapped)
 
 
 def _row_sums(table: TokenTable, values: Floats) -> Floats:
@@ -157,8 +172,10 @@ def shift(table: TokenTable) -> Signal | None:
 
 
 def _shift(table: TokenTable, good: Bools) -> Signal | None:
-    lag, found, chance = _best_lag(table, good)
-    if not _convincing(table, found, good) or found.gain < BEYOND_CHANCE * chance:
+    views = _views(table, good)
+    best = [_best_lag(view, good) for view in views]
+    view, (lag, found, chance) = max(zip(views, best, strict=True), key=lambda pair: pair[1][1].gain)
+    if not _convincing(view, found, good) or found.gain < BEYOND_CHANCE * chance:
         return None
     late = lag > 0
     told = f"the rollout side is {abs(lag)} position{'s' * (abs(lag) > 1)} {'late' if late else 'early'}"
@@ -235,7 +252,7 @@ def _block_orders(table: TokenTable, good: Bools) -> Iterator[tuple[int, str, tu
                 sums = np.bincount(block[both], weights=moved, minlength=blocks)
                 cost[:, other] = np.where(pairs >= MIN_TOKENS, sums / np.maximum(pairs, 1), np.inf)
             order = np.where(np.isfinite(cost).any(1), cost.argmin(1), np.arange(blocks))
-            if (order != np.arange(blocks)).any():
+            if (order != np.arange(blocks)).any() and len(np.unique(order)) > REPEATED * blocks:
                 found = try_pairing(table, _block_source(table, blocks, rule, order), good)
                 yield blocks, rule, tuple(order.tolist()), found
 
@@ -299,15 +316,21 @@ def row_order(table: TokenTable) -> Signal | None:
 def _row_order(table: TokenTable, good: Bools) -> Signal | None:
     drifting, _ = _drifting_rows(table, SHORT_ROW, good)
     searched = np.flatnonzero(drifting)[:SEARCH_ROWS]
-    partner = _partners(table, searched, good)
-    paired = partner[table.row]
-    source = np.where(paired >= 0, table.find(np.maximum(paired, 0), table.position), -1)
-    found = try_pairing(table, source, good)
-    if not _convincing(table, found, good & _of_rows(table, searched)):
+    views = _views(table, good)
+    best = [_exchanged(view, searched, good) for view in views]
+    view, found = max(zip(views, best, strict=True), key=lambda pair: pair[1].gain)
+    if not _convincing(view, found, good & _of_rows(table, searched)):
         return None
     rest = _without_strangers(table, found, repair(table, found), good, int(drifting.sum()) - len(searched))
     told = "rollout values stand beside another row's train values"
     return _signal("row_order", table, found, rest, {"partner": "found"}, told)
+
+
+def _exchanged(table: TokenTable, searched: Ints, good: Bools) -> Repaired:
+    """Try to pair each row that is searched with the one that fits it best."""
+    paired = _partners(table, searched, good)[table.row]
+    source = np.where(paired >= 0, table.find(np.maximum(paired, 0), table.position), -1)
+    return try_pairing(table, source, good)
 
 
 def _of_rows(table: TokenTable, rows: Ints) -> Bools:
