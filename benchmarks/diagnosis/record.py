@@ -72,7 +72,6 @@ SETTINGS = {
     46: Setting("tune", 8192, 96, 2, 64, 40, 400),
     47: Setting("tune", 320, 64, 2, 48, 48, 500),
     48: Setting("tune", 1280, 96, 2, 36, 64, 300),
-    49: Setting("tune", 5120, 64, 2, 48, 40, 250),
     51: Setting("held_out", 128, 64, 2, 48, 48, 300),
     52: Setting("held_out", 320, 96, 2, 40, 56, 300),
     53: Setting("held_out", 896, 64, 3, 36, 64, 300),

@@ -31,15 +31,13 @@ SETTINGS = {
     33: Setting("tune", 512, 128, 2, 48, 48, 500),
     34: Setting("tune", 384, 128, 2, 48, 48, 500),
     35: Setting("tune", 3072, 128, 2, 48, 48, 400),
-    36: Setting("tune", 192, 128, 2, 40, 40, 250),
-    37: Setting("tune", 640, 128, 3, 40, 48, 200),
-    38: Setting("tune", 1536, 128, 2, 40, 40, 200),
-    39: Setting("tune", 4096, 128, 2, 40, 48, 200),
-    40: Setting("tune", 896, 64, 2, 40, 48, 250),
+    36: Setting("tune", 192, 128, 2, 40, 40, 120),
+    39: Setting("tune", 4096, 128, 2, 40, 48, 120),
+    40: Setting("tune", 896, 64, 2, 40, 48, 120),
     51: Setting("held_out", 256, 128, 2, 40, 48, 250),
-    52: Setting("held_out", 768, 128, 2, 40, 40, 200),
-    53: Setting("held_out", 2048, 128, 3, 40, 48, 200),
-    54: Setting("held_out", 6144, 128, 2, 40, 40, 200),
+    52: Setting("held_out", 768, 128, 2, 40, 40, 150),
+    53: Setting("held_out", 2048, 128, 2, 40, 48, 120),
+    54: Setting("held_out", 6144, 64, 2, 40, 40, 120),
 }
 SAMPLING = {
     "processed_logprobs": {
