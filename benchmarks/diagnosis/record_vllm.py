@@ -37,7 +37,6 @@ SETTINGS = {
     51: Setting("held_out", 256, 128, 2, 40, 48, 250),
     52: Setting("held_out", 768, 128, 2, 40, 40, 150),
     53: Setting("held_out", 2048, 128, 2, 40, 48, 120),
-    54: Setting("held_out", 6144, 64, 2, 40, 40, 120),
 }
 SAMPLING = {
     "processed_logprobs": {

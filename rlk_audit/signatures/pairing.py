@@ -326,21 +326,15 @@ def row_order(table: TokenTable) -> Signal | None:
 def _row_order(table: TokenTable, good: Bools) -> Signal | None:
     drifting, _ = _drifting_rows(table, SHORT_ROW, good)
     searched = np.flatnonzero(drifting)[:SEARCH_ROWS]
-    views = _views(table, good)
-    best = [_exchanged(view, searched, good) for view in views]
-    view, found = max(zip(views, best, strict=True), key=lambda pair: pair[1].gain)
-    if not _convincing(view, found, good & _of_rows(table, searched)):
+    partner = _partners(table, searched, good)
+    paired = partner[table.row]
+    source = np.where(paired >= 0, table.find(np.maximum(paired, 0), table.position), -1)
+    found = try_pairing(table, source, good)
+    if not _convincing(table, found, good & _of_rows(table, searched)):
         return None
     rest = _without_strangers(table, found, repair(table, found), good, int(drifting.sum()) - len(searched))
     told = "rollout values stand beside another row's train values"
     return _signal("row_order", table, found, rest, {"partner": "found"}, told)
-
-
-def _exchanged(table: TokenTable, searched: Ints, good: Bools) -> Repaired:
-    """Try to pair each row that is searched with the one that fits it best."""
-    paired = _partners(table, searched, good)[table.row]
-    source = np.where(paired >= 0, table.find(np.maximum(paired, 0), table.position), -1)
-    return try_pairing(table, source, good)
 
 
 def _of_rows(table: TokenTable, rows: Ints) -> Bools:
