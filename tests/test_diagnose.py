@@ -296,6 +296,42 @@ def test_a_small_lean_of_likely_tokens_is_moved_weights_and_as_much_noise_is_not
         assert codes(of_lists(listed(train), listed(rollout))) == [expected]
 
 
+def leaning(noise: float, lean: float, count: int = 48):
+    """Samples whose likely tokens lean to one side by `lean` and the others to the other, over a noise of a logit."""
+    random = np.random.default_rng(0)
+    train = [-random.gamma(0.7, 1.8, 24) - 1e-4 for _ in range(count)]
+    moved = [lean * np.where(t > math.log(0.5), 1.0, -1.0) + noise * random.standard_normal(24) for t in train]
+    rollout = [np.minimum(t - (1 - np.exp(t)) * m, -1e-6) for t, m in zip(train, moved, strict=True)]
+    return listed(train), listed(rollout)
+
+
+def test_a_lean_well_within_the_noise_of_its_run_is_healthy_however_many_tokens_confirm_it() -> None:
+    assert codes(of_lists(*leaning(noise=0.01, lean=0.008))) == ["stale_weights"]
+    assert codes(of_lists(*leaning(noise=0.01, lean=0.003, count=400))) == ["healthy"]
+
+
+@pytest.mark.parametrize(("label", "code"), [("engine", "temperature"), ("weight_version", "stale_weights")])
+def test_what_one_version_of_the_weights_does_is_the_weights_and_an_engine_may_have_a_temperature(
+    label: str, code: str
+) -> None:
+    raw = contexts()
+    odd = np.repeat(np.arange(40) % 4 == 1, 30)[:, None]
+    labels = {label: [i % 4 for i in range(40)]}
+    found = of_sampled(raw, np.where(odd, normalised(raw / 0.7), raw), labels=labels)[0]
+    assert (found.code, found.evidence["where"]) == (code, f"{label}=1")
+
+
+@pytest.mark.parametrize("temperature", [0.6, 0.7])
+def test_a_shift_is_found_beside_a_temperature(temperature: float) -> None:
+    raw = contexts()
+    scaled = normalised(raw / temperature)
+    random = np.random.default_rng(0)
+    drawn = [random.choice(400, p=np.exp(row)) for row in scaled]
+    train, rollout = (np.split(side[np.arange(1200), drawn], 40) for side in (raw, scaled))
+    found = of_lists(listed(train), [np.roll(column, 1).tolist() for column in rollout])
+    assert set(codes(found)) == {"shift", "temperature"}
+
+
 # --- laws -----------------------------------------------------------------------------------------------------------
 
 
@@ -406,7 +442,18 @@ def test_a_report_alone_tells_what_it_can() -> None:
 # --- recordings -----------------------------------------------------------------------------------------------------
 
 
-RECORDINGS = ("s21", "s25", "vllm31_processed", "s4", "s13", "s15", "s24", "vllm32_processed")
+RECORDINGS = (
+    "s21",
+    "s25",
+    "vllm31_processed",
+    "s4",
+    "s13",
+    "s15",
+    "s24",
+    "vllm32_processed",
+    "s46",
+    "vllm34_processed",
+)
 """Tuning recordings: tests run while thresholds are changed, which must see no held-out one."""
 
 
@@ -451,6 +498,7 @@ HARD = (
     ("s13", "rollout at 1.3", 1),
     ("s25", "stale, tiny move", 0),
     ("s4", "stale, tiny move", 4),
+    ("s46", "trainer at 0.7", 6),
 )
 """Runs that were missed once."""
 
@@ -469,3 +517,11 @@ def test_a_planted_tail_below_the_noise_of_its_run_is_no_fault_to_count(study) -
     faults.routing_tail(np.random.default_rng(0), [{**quiet} for _ in range(20)])
     with pytest.raises(faults.BelowNoiseError):
         faults.routing_tail(np.random.default_rng(0), [{**quiet} for _ in range(20)] + [loud])
+
+
+def test_a_tiny_move_below_the_noise_of_its_recording_is_no_fault_to_count(study) -> None:
+    faults, recordings = study
+    tiny = next(kind for kind in faults.SINGLE if kind.name == "stale, tiny move")
+    assert faults.make(tiny, recordings["s21"], 0)
+    with pytest.raises(faults.BelowNoiseError):
+        faults.make(tiny, recordings["vllm34_processed"], 0)

@@ -14,10 +14,17 @@ from recordings import Recording, Sample
 
 from rlk_audit.diagnose import TokenTable
 
+SIDES = ("train", "rollout")
+CERTAIN = 0.95
+"""Above this probability drift is near zero whatever the cause."""
 Random = np.random.Generator
 Run = list[Sample]
 Source = Callable[[Random, Recording], Run | None]
 Change = Callable[[Random, Run], None]
+
+
+class BelowNoiseError(Exception):
+    """What was planted is smaller than the noise of the run it was planted in: nobody could name it."""
 
 
 # --- where the values come from -------------------------------------------------------------------------------------
@@ -92,6 +99,33 @@ def stale_engine(size: str, label: str = "engine") -> Source:
         return run
 
     return source
+
+
+def stale_above_noise(size: str) -> Source:
+    """Stale weights, of which the recording itself says whether they can be told from no fault.
+
+    Weights that moved add to the noise of the engine. Where they add less variance than it has, nobody can name them.
+    """
+    stale = recorded(f"stale_{size}")
+
+    def source(random: Random, recording: Recording) -> Run | None:
+        run = stale(random, recording)
+        unmoved = recording.conditions.get("healthy_t1" if recording.from_vllm else "bf16")
+        if run is None or unmoved is None:
+            return None
+        if logit_variance(recording.conditions[f"stale_{size}"]) < 2 * logit_variance(unmoved):
+            raise BelowNoiseError
+        return run
+
+    return source
+
+
+def logit_variance(samples: list[Sample]) -> float:
+    """Return the mean square of d / (1 - p) over uncertain tokens, each counted as 1 nat at most."""
+    train, rollout = (np.concatenate([sample[side] for sample in samples]).astype(float) for side in SIDES)
+    p = np.exp(np.minimum((train + rollout) / 2, 0.0))
+    noise = ((train - rollout) / (1 - np.minimum(p, CERTAIN)))[p < CERTAIN]
+    return float((np.minimum(np.abs(noise), 1.0) ** 2).mean())
 
 
 def vllm_stale_engine(size: str) -> Source:
@@ -260,10 +294,6 @@ def train_filter(random: Random, run: Run) -> None:
         run[0]["train"][0] = -np.inf
 
 
-class BelowNoiseError(Exception):
-    """What was planted is smaller than the noise of the run it was planted in: nobody could name it."""
-
-
 def routing_tail(random: Random, run: Run) -> None:
     """Other experts on a few tokens: heavy-tailed drift in their logits, everywhere alike.
 
@@ -367,10 +397,8 @@ SINGLE = (
         for name in ("top_p_0.8", "top_p_0.95", "top_k_20")
     ),
     Kind("trainer drops tokens", ("train_filter",), healthy, (train_filter,)),
-    *(
-        Kind(f"stale, {size} move", ("stale_weights",), recorded(f"stale_{size}"))
-        for size in ("tiny", "small", "large")
-    ),
+    Kind("stale, tiny move", ("stale_weights",), stale_above_noise("tiny")),
+    *(Kind(f"stale, {size} move", ("stale_weights",), recorded(f"stale_{size}")) for size in ("small", "large")),
     Kind("stale, vLLM", ("stale_weights",), recorded("stale_all_0.1")),
     *(
         Kind(f"one engine stale, {size} move", ("stale_weights",), stale_engine(size), where="engine=")

@@ -29,8 +29,14 @@ SETTINGS = {
     31: Setting("tune", 256, 128, 2, 48, 48, 500),
     32: Setting("tune", 2048, 128, 2, 48, 48, 400),
     33: Setting("tune", 512, 128, 2, 48, 48, 500),
-    34: Setting("held_out", 384, 128, 2, 48, 48, 500),
-    35: Setting("held_out", 3072, 128, 2, 48, 48, 400),
+    34: Setting("tune", 384, 128, 2, 48, 48, 500),
+    35: Setting("tune", 3072, 128, 2, 48, 48, 400),
+    36: Setting("tune", 192, 128, 2, 40, 40, 120),
+    39: Setting("tune", 4096, 128, 2, 40, 48, 120),
+    40: Setting("tune", 896, 64, 2, 40, 48, 120),
+    51: Setting("held_out", 256, 128, 2, 40, 48, 250),
+    52: Setting("held_out", 768, 128, 2, 40, 40, 150),
+    53: Setting("held_out", 2048, 128, 2, 40, 48, 120),
 }
 SAMPLING = {
     "processed_logprobs": {

@@ -18,6 +18,8 @@ CODE_FLOOR = 0.02
 """Nats of a logit, mean: a code below has the noise of low precision at most, however quiet the others are."""
 MIN_CODE_TOKENS = 8
 MEDIAN_RATIO = 3.0
+VERSION_LABEL = "weight_version"
+"""What drifts on one version of the weights only is the weights: sampling settings do not change with them."""
 MIN_NAMED = 50
 """Tokens of a code on which a cause more special than other weights is looked for."""
 STRAY_ERRORS = 4.0
@@ -69,7 +71,7 @@ def _split(table: TokenTable, label: str, codes: Ints, names: tuple[str, ...]) -
     told = f"drift is confined to {label} {shown}: mean abs(dlogp) {level:.3g} nats against {base:.3g} elsewhere"
     nats = drift(table) - drift(rest) - base * int((affected & compared).sum())
     part = table.take(affected)
-    named = label != RANK_LABEL and int(part.compared.sum()) >= MIN_NAMED
+    named = label not in (RANK_LABEL, VERSION_LABEL) and int(part.compared.sum()) >= MIN_NAMED
     cause = shape_of(part, drift_of_unknown_cause=False) if named else None
     if cause is not None:
         summary = f"{cause.summary}; only on {label} {shown}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,8 @@ BLOCK_COUNTS = (2, 4, 8, 16)
 BLOCK_RULES = ("even", "ceil", "floor", "sequence")
 MIN_BLOCK = 2
 """Tokens a block: shorter ones are hardly blocks."""
+DISTINCT = 0.75
+"""At least this part of the blocks have a place: one block that fits many others, say one of zeros, is no order."""
 SIMPLER = 0.85
 """A lag is meant rather than a block order if it gains at least this part as much."""
 SEARCH_TOKENS = 50_000
@@ -90,6 +92,19 @@ def _search(table: TokenTable, search: Search) -> Signal | None:
 def _denied_zeros(table: TokenTable) -> Bools:
     train, rollout = table.train, table.rollout
     return np.asarray(((rollout == 0) & (train < -1)) | ((train == 0) & (rollout < -1)))
+
+
+def _views(table: TokenTable, good: Bools) -> tuple[TokenTable, TokenTable]:
+    """Return the table, and one with the rollout values mapped so that they are distributed as the train values.
+
+    A wrong pairing leaves the distributions alone, and a temperature or a filter does not: the map undoes most of what
+    such a second fault does to all values, however they are paired, so that it hides no pairing.
+    """
+    values = np.sort(table.rollout[good])
+    place = (np.searchsorted(values, values, "left") + np.searchsorted(values, values, "right") - 1) // 2
+    mapped = table.rollout.copy()
+    mapped[good] = np.sort(table.train[good])[place[np.searchsorted(values, table.rollout[good])]]
+    return table, table.with_rollout(mapped)
 
 
 def _row_sums(table: TokenTable, values: Floats) -> Floats:
@@ -157,8 +172,10 @@ def shift(table: TokenTable) -> Signal | None:
 
 
 def _shift(table: TokenTable, good: Bools) -> Signal | None:
-    lag, found, chance = _best_lag(table, good)
-    if not _convincing(table, found, good) or found.gain < BEYOND_CHANCE * chance:
+    views = _views(table, good)
+    best = [_best_lag(view, good) for view in views]
+    view, (lag, found, chance) = max(zip(views, best, strict=True), key=lambda pair: pair[1][1].gain)
+    if not _convincing(view, found, good) or found.gain < BEYOND_CHANCE * chance:
         return None
     late = lag > 0
     told = f"the rollout side is {abs(lag)} position{'s' * (abs(lag) > 1)} {'late' if late else 'early'}"
@@ -200,10 +217,20 @@ def _cp_order(table: TokenTable, good: Bools) -> Signal | None:
     shown = ", ".join(map(str, order))
     evidence: dict[str, Value] = {"blocks": blocks, "order": shown, "cut": rule, "layout": _layout_name(order)}
     told = f"blocks are joined in the order {shown} ({evidence['layout']})"
-    rest = _without_strangers(table, everywhere, repair(table, everywhere), good)
+    everywhere = _of_all_drifting(table, everywhere, good)
+    rest = repair(table, everywhere)
     # Values from before the response, or from behind it, are no fault of their own.
     rest = rest.take(~_denied_zeros(rest) | ~np.isin(rest.sample, table.sample[everywhere.fits[table.row]]))
     return _signal("cp_order", table, everywhere, rest, evidence, told)
+
+
+def _of_all_drifting(table: TokenTable, found: Repaired, good: Bools) -> Repaired:
+    """Let every drifting sample follow an order that most of them have: it is the layout's, not a sample's.
+
+    Those that another fault moves far, such as stale weights, do not show that they follow.
+    """
+    drifting = _drifting_rows(table, 1, good)[0]
+    return replace(found, fits=found.fits | drifting) if 2 * found.fits.sum() > drifting.sum() else found
 
 
 def _drifting_rows(table: TokenTable, least: int, good: Bools) -> tuple[Bools, Floats]:
@@ -235,7 +262,7 @@ def _block_orders(table: TokenTable, good: Bools) -> Iterator[tuple[int, str, tu
                 sums = np.bincount(block[both], weights=moved, minlength=blocks)
                 cost[:, other] = np.where(pairs >= MIN_TOKENS, sums / np.maximum(pairs, 1), np.inf)
             order = np.where(np.isfinite(cost).any(1), cost.argmin(1), np.arange(blocks))
-            if (order != np.arange(blocks)).any():
+            if (order != np.arange(blocks)).any() and len(np.unique(order)) >= DISTINCT * blocks:
                 found = try_pairing(table, _block_source(table, blocks, rule, order), good)
                 yield blocks, rule, tuple(order.tolist()), found
 
@@ -321,12 +348,15 @@ def _without_strangers(
 ) -> TokenTable:
     """Leave out drifting samples whose partner was not found: too short, unsearched, or it is not in the table.
 
-    Those searched in vain are so many at most as those with a partner; else another fault makes them drift.
+    If more were searched in vain than have a partner, their values must be unrelated; else another fault makes them
+    drift.
     """
     strangers = _drifting_rows(table, 1, good)[0] & ~found.fits
-    if strangers.sum() - unsearched > found.fits.sum():
+    of_strangers = strangers[table.row]
+    many = strangers.sum() - unsearched > found.fits.sum()
+    if many and abs(_correlation(table, good & of_strangers)) > UNRELATED:
         return rest
-    return rest.take(~np.isin(rest.sample, table.sample[strangers[table.row]]))
+    return rest.take(~np.isin(rest.sample, table.sample[of_strangers]))
 
 
 def _partners(table: TokenTable, searched: Ints, good: Bools) -> Ints:
@@ -356,16 +386,10 @@ def _unrelated(table: TokenTable, good: Bools) -> Signal | None:
     train, rollout = table.train[good], table.rollout[good]
     if len(train) < MIN_UNRELATED_TOKENS:
         return None
-    row, count = table.row[good], np.maximum(_row_sums(table, good.astype(float)), 1)
-    sides = []
-    for side in (train, rollout):
-        mean = np.bincount(row, weights=side, minlength=table.row_count) / count
-        sides.append(side - mean[row])
-    spread = np.sqrt((sides[0] ** 2).sum() * (sides[1] ** 2).sum())
-    correlation = share(float((sides[0] * sides[1]).sum()), float(spread))
+    correlation = _correlation(table, good)
     apart = np.abs(train - rollout).mean()
     sorted_apart = np.abs(np.sort(train) - np.sort(rollout)).mean()
-    if spread == 0 or abs(correlation) > UNRELATED or apart < SAMPLE_FLOOR or sorted_apart > SAME_DISTRIBUTION * apart:
+    if abs(correlation) > UNRELATED or apart < SAMPLE_FLOOR or sorted_apart > SAME_DISTRIBUTION * apart:
         return None
     summary = (
         f"train and rollout values are those of different tokens: their correlation within samples is "
@@ -373,3 +397,14 @@ def _unrelated(table: TokenTable, good: Bools) -> Signal | None:
     )
     evidence: dict[str, Value] = {"partner": "not found", "correlation": correlation, "sorted_apart": sorted_apart}
     return Signal("row_order", drift(table), evidence, summary, table.take(~good))
+
+
+def _correlation(table: TokenTable, good: Bools) -> float:
+    """Return the correlation of T and R within samples; 1 where one side is constant, which tells nothing."""
+    row, count = table.row[good], np.maximum(_row_sums(table, good.astype(float)), 1)
+    sides = []
+    for side in (table.train[good], table.rollout[good]):
+        mean = np.bincount(row, weights=side, minlength=table.row_count) / count
+        sides.append(side - mean[row])
+    spread = float(np.sqrt((sides[0] ** 2).sum() * (sides[1] ** 2).sum()))
+    return float((sides[0] * sides[1]).sum()) / spread if spread else 1.0

@@ -49,8 +49,10 @@ EXPLAINED_ALONE = 0.71
 """The same where too few likely tokens confirm it by their stretch."""
 STEADY_STRETCH = 0.38
 """See `_stretch`: recorded temperatures lie above 0.4, and above 0.55 in all models but one."""
-BOTH_TOGETHER = 1.265
-"""Sum of the two: recorded temperatures reach 1.27 to 1.6, moved weights that obey `_law_holds` 1.26."""
+ALL_TOGETHER = 1.4
+"""Sum of the two and half of `_law_room`: recorded temperatures reach 1.42 or more, moved weights 1.39 at most."""
+UNKNOWN_ROOM = 0.2
+"""Of the law where too few tokens tell: about the least of recorded temperatures whose vocabulary is not tiny."""
 LAW_SLACK = 0.03
 """Precision noise, in the logarithm of a temperature ratio."""
 MIN_LIKELY = 20
@@ -85,8 +87,11 @@ BIAS_FLOOR = 0.005
 """Nats of a logit, mean: what is systematic but below the quietest bfloat16 engine is not worth a finding."""
 BIAS_BINS = 10
 MIN_IN_BIN = 10
-LEAN_SIGN = 0.65
-"""Share of likely tokens that move to one side: rounding moves them either way, also where contexts repeat."""
+LEAN_OF_NOISE = 0.42
+"""Mean of likely tokens' noise over its root mean square, less a standard error: recorded engines lean by 0.36 at most.
+A bound on the size, not on chance alone: an engine's rounding leans in earnest, which any number of tokens confirms."""
+LEAN_CLIP = 0.1
+"""Nats of a logit: a token counts at most so much in that, so that a few far ones do not hide it."""
 MIN_LEANING = 50
 
 
@@ -228,7 +233,8 @@ def temperature(table: TokenTable) -> Signal | None:
     agree = float((sign * likely > 0).mean()) if len(likely) >= MIN_LIKELY else 1.0
     if explained < needed or abs(correlation) < STRETCH_CORRELATION or agree < ONE_SIGN or _one_side(d):
         return None
-    if steadiness < STEADY_STRETCH or explained + steadiness < BOTH_TOGETHER or not _law_holds(table, sign):
+    room = _law_room(table, sign)
+    if steadiness < STEADY_STRETCH or explained + steadiness + room / 2 < ALL_TOGETHER or room < 0:
         return None
     evidence: dict[str, Value] = {"kind": "other temperature", "variance_explained": explained}
     evidence |= {"correlation": correlation, "stretch_steadiness": steadiness, "temperature_ratio": ratio}
@@ -278,20 +284,23 @@ def _stretches(sharp: Floats, flat: Floats) -> Floats:
     return np.asarray(odds[0] / odds[1])
 
 
-def _law_holds(table: TokenTable, sign: int) -> bool:
-    """Whether one ratio r > 1 of temperatures fits all tokens, or too few tell.
+def _law_room(table: TokenTable, sign: int) -> float:
+    """Return how much room for one ratio r > 1 of temperatures all tokens leave, 0 to 1; negative if none.
 
     The sharper side is r times the flatter one less the logarithm of a normaliser, sum p^r, which is at most 1: r
     bounds the ratio of the log-probs from above, and that of likely tokens' log-odds from below. Moved weights know
-    no such r.
+    no such r, or hardly one. The room is the distance of the bounds' logarithms, as a part of the upper one.
     """
     sharp, flat = _sharp_and_flat(table, sign)
     unlikely = np.minimum(sharp, flat) < math.log(0.2)
     stretches = _stretches(sharp, flat)
     if min(int(unlikely.sum()), len(stretches)) < FEW:
-        return True
-    most = float(np.quantile(sharp[unlikely] / np.minimum(flat[unlikely], -1e-12), 0.98))
-    return math.log(most) <= math.log(max(float(np.quantile(stretches, 0.05)), 1e-3)) + LAW_SLACK
+        return UNKNOWN_ROOM
+    least = math.log(float(np.quantile(sharp[unlikely] / np.minimum(flat[unlikely], -1e-12), 0.98)))
+    most = math.log(max(float(np.quantile(stretches, 0.05)), 1e-3))
+    if least > most + LAW_SLACK:
+        return -1.0
+    return min(1.0, max(0.0, (most - least) / max(most, math.log(LEAST_RATIO))))
 
 
 def wrong_token(table: TokenTable) -> Signal | None:
@@ -340,7 +349,7 @@ def stale_weights(table: TokenTable) -> Signal | None:
     if len(noise) < 2 * MIN_TOKENS:
         return None
     level, mean = float(np.median(np.abs(noise))), float(np.abs(noise).mean())
-    lean = _lean(table) if _leaning_sign(table) >= LEAN_SIGN else 0.0
+    lean = _lean(table) if _lean_of_noise(table) >= LEAN_OF_NOISE else 0.0
     # Rounded values err by more than the engine does.
     coarse = rounded(table)
     ceiling = NOISE_CEILING + (0.0 if coarse is None else 2 * float(coarse.evidence["abs_error_mean"]))
@@ -357,13 +366,17 @@ def stale_weights(table: TokenTable) -> Signal | None:
     return Signal("stale_weights", drift(table), evidence, summary, table.take(~table.compared))
 
 
-def _leaning_sign(table: TokenTable) -> float:
-    """Return the larger share of likely tokens on one side of zero, 0 where there are too few."""
+def _lean_of_noise(table: TokenTable) -> float:
+    """Return how far likely tokens lean to one side, in units of the run's own noise, whatever its cause.
+
+    It is less a standard error, so that few tokens say less; 0 where there are too few.
+    """
     m = middle(table)
-    likely = table.dlogp[table.compared & (m > math.log(0.5)) & (m < math.log(0.97))]
-    if len(likely) < MIN_LEANING:
+    likely = table.compared & (m > math.log(0.5)) & (m < math.log(0.97))
+    if likely.sum() < MIN_LEANING or not table.dlogp[likely].any():
         return 0.0
-    return float(max((likely > 0).mean(), (likely < 0).mean()))
+    noise = np.clip(table.dlogp[likely] / (1 - np.exp(m[likely])), -LEAN_CLIP, LEAN_CLIP)
+    return abs(float(noise.mean())) / math.sqrt(float((noise**2).mean())) - 1 / math.sqrt(len(noise))
 
 
 def _lean(table: TokenTable) -> float:
