@@ -221,6 +221,19 @@ def test_nothing_compared_is_no_pass(tmp_path: Path) -> None:
     assert rlk("check", path, "--limit", "abs_dlogp_p99=0.05").returncode == 1
 
 
+def test_figures_of_samples_can_be_limited(faulty: Path, tmp_path: Path) -> None:
+    done = rlk("check", faulty, "--limit", "abs_dlogp_sample_mean=0.05")
+    assert done.returncode == 1
+    assert "step 2: abs_dlogp_sample_mean is " in done.stdout
+    sink = JsonlSink(tmp_path / "audit.jsonl")
+    sink.write(step_report(3))
+    sink.close()
+    done = rlk("check", tmp_path / "audit.jsonl", "--limit", "abs_dlogp_sample_mean=0.05")
+    assert done.returncode == 2
+    assert done.stderr == "error: step 3 has no abs_dlogp_sample_mean: it was audited without it\n"
+    assert rlk("check", tmp_path / "audit.jsonl", "--limit", "abs_dlogp_p50=9").returncode == 0
+
+
 def test_relative_limits_look_at_earlier_steps(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines = [sample(rng, step, i, 0.5 if step == 29 else 0.005) for step in range(30) for i in range(3)]

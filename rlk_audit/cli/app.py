@@ -30,6 +30,7 @@ from rlk_audit.offline.moved import shared_tokens
 from rlk_audit.offline.run_log import is_run_log, read_run_logs
 from rlk_audit.offline.texts import TokenTexts
 from rlk_audit.page.write import write_page
+from rlk_audit.report import StepReport
 from rlk_audit.run_view import RunView
 from rlk_audit.version import __version__
 
@@ -134,9 +135,11 @@ def check(
         bounds = None if baseline_file is None else baseline.read(baseline_file)
         if not config.limits and bounds is None:
             raise ValueError("check needs --limit, --contract or --baseline")
-        judge = Judge(config)
+        # A dump has figures of samples whatever the limits say.
+        judge = Judge(replace(config, samples_per_step=1))
         view = _view(paths, format, Asked(labels=()), allow_pickle, group, config)
         for step in view.steps:
+            _refuse_absent(config, step)
             step.verdict = judge.judge(step) if config.limits else None
         failed = list(tables.verdict_lines(view.steps))
         failed += [Text(told, style="bold red") for told in baseline.crossed(view, bounds or {}, ratio)]
@@ -230,17 +233,23 @@ def _limits(texts: list[str], contract: Path | None, dtype: str | None) -> Audit
     return replace(apply_contract(config, contract, dtype), mode="strict")
 
 
+def _refuse_absent(config: AuditConfig, report: StepReport) -> None:
+    absent = [metric for metric in config.limits if metric not in report.metrics]
+    if absent:
+        raise ValueError(f"{tables.step_name(report)} has no {', '.join(absent)}: it was audited without it")
+
+
 @contextmanager
 def _refusals() -> Iterator[None]:
     """Turn what cannot be used into one sentence and exit 2."""
     try:
         yield
+    except BrokenPipeError:  # who reads has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
     except (ValueError, OSError, ImportError) as error:
         _tell(f"error: {' '.join(str(error).split())}")
         raise typer.Exit(UNUSABLE) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
 
 
 @contextmanager
