@@ -215,6 +215,15 @@ def test_what_was_left_out_could_hide_a_crossed_limit(healthy: Path, tmp_path: P
     assert "this is no pass" in done.stderr
 
 
+def test_a_gate_is_strict(tmp_path: Path) -> None:
+    """NaN among the log-probabilities fails, whatever the limits say."""
+    path = tmp_path / "dump.jsonl"
+    path.write_text('{"train_log_probs": [-1.0, NaN], "rollout_log_probs": [-1.0, -1.0]}\n')
+    done = rlk("check", path, "--limit", "abs_dlogp_p99=0.05")
+    assert done.returncode == 1
+    assert "train_nan" in done.stdout
+
+
 def test_nothing_compared_is_no_pass(tmp_path: Path) -> None:
     path = tmp_path / "dump.jsonl"
     path.write_text('{"train_log_probs": [-1.0], "rollout_log_probs": [null]}\n')
@@ -304,13 +313,13 @@ class Watch:
         self.process = subprocess.Popen([*PYTHON, "watch", str(path)], env=ENVIRONMENT, stdout=output)
         self.text = ""
 
-    def wait_for(self, told: str) -> None:
+    def wait_for(self, told: str, times: int = 1) -> None:
         descriptor = self.process.stdout.fileno() if self.master is None else self.master
         deadline = time.monotonic() + 60
-        while told not in self.text and time.monotonic() < deadline:
+        while self.text.count(told) < times and time.monotonic() < deadline:
             if select.select([descriptor], [], [], 0.2)[0]:
                 self.text += os.read(descriptor, 1 << 16).decode(errors="replace")
-        assert told in self.text
+        assert self.text.count(told) >= times
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGINT)
@@ -333,26 +342,50 @@ def watching() -> Iterator[list[Watch]]:
 
 def test_watch_follows_a_run_through_rotation_and_restart(tmp_path: Path, watching: list[Watch]) -> None:
     path = tmp_path / "audit.jsonl"
+    sink = JsonlSink(path, max_bytes=9_000)
+    for step in range(5):
+        sink.write(step_report(step))
+    assert (tmp_path / "audit.1.jsonl").exists()  # what was moved aside before is shown too
     watch = Watch(path)
     watching.append(watch)
-    time.sleep(0.5)  # the log is not there yet
-    sink = JsonlSink(path, max_bytes=9_000)
-    for step in range(6):
+    watch.wait_for("step 4 ")
+    moved = len(list(tmp_path.iterdir()))
+    for step in range(5, 12):
         sink.write(step_report(step))
-        time.sleep(0.05)
     sink.close()
-    assert (tmp_path / "audit.1.jsonl").exists()
-    watch.wait_for("step 5 ")
-    with path.open("a") as file:  # a crash in the middle of a line
-        file.write('{"version": "0.1.0", "kin')
+    assert len(list(tmp_path.iterdir())) > moved + 1
+    watch.wait_for("step 11 ")
+    whole = step_report(12, drift=0.25).to_json()
+    with path.open("a") as file:  # a crash in the middle of a line, of which a restarted run makes another
+        file.write(whole[: len(whole) // 2])
     time.sleep(0.5)
     sink = JsonlSink(path)
-    sink.write(step_report(6))
-    watch.wait_for("step 6 ")
+    sink.write(step_report(12, drift=0.75))
+    watch.wait_for("step 12 ")
+    path.unlink()  # a new run in place of the old one
+    sink.write(step_report(1))
     sink.close()
+    time.sleep(0.5)
+    os.truncate(path, 0)  # emptied where it stands, as some rotations do
+    time.sleep(0.5)
+    with path.open("a") as file:
+        file.write(step_report(2).to_json() + "\n")
+    watch.wait_for("step 2 ", times=2)
     assert watch.stop() == 0
     lines = watch.text.splitlines()
-    assert [line.split("step ")[1].split(" ")[0] for line in lines] == [str(step) for step in range(7)]
+    assert [line.split("step ")[1].split(" ")[0] for line in lines] == [str(step) for step in (*range(13), 1, 2)]
+    assert f"max {step_report(12, drift=0.75).metrics['abs_dlogp_max']:.3g}" in lines[12]
+
+
+def test_watch_waits_for_a_log(tmp_path: Path, watching: list[Watch]) -> None:
+    watch = Watch(tmp_path / "runs" / "audit.jsonl")
+    watching.append(watch)
+    time.sleep(1)
+    sink = JsonlSink(tmp_path / "runs" / "audit.jsonl")
+    sink.write(step_report(3))
+    sink.close()
+    watch.wait_for("step 3 ")
+    assert watch.stop() == 0
 
 
 def test_watch_draws_on_a_terminal(tmp_path: Path, watching: list[Watch]) -> None:

@@ -106,6 +106,7 @@ def test_every_format_gives_the_oracle_s_figures(name: str, odd: bool, tmp_path:
     for report, samples in zip(view.steps, steps.values(), strict=True):
         expected = oracle.audit([of_oracle(sample) for sample in samples], worst_k=10)
         ours = report.metrics
+        expected.metrics.update(oracle.sample_metrics([of_oracle(sample) for sample in samples], expected))
         alone = ("worst_rank", "worst_microbatch", "worst_rollout_id", "warning", "total_token_count", "mask_coverage")
         compare = {key: value for key, value in expected.metrics.items() if not key.startswith(alone)}
         expected.metrics.clear()
@@ -197,12 +198,16 @@ def test_small_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert everything(audit_dump([tmp_path / "dump.jsonl"])) == whole
 
 
+FEW_TOKENS = 30
+"""Of a step, to be diagnosed: so few that it matters which are taken."""
 JOB = """
 import hashlib, sys
 from pathlib import Path
 from rlk_audit.allreduce import global_rank, launched_group
+from rlk_audit.offline import run
 from rlk_audit.offline.audit import Asked, audit_dump
-from test_offline_audit import everything
+from test_offline_audit import FEW_TOKENS, everything
+run.DIAGNOSED_TOKENS = run.LEAST_DIAGNOSED_TOKENS = FEW_TOKENS
 with launched_group() as group:
     try:
         view = audit_dump([Path(sys.argv[1])], asked=Asked(exact=True), group=group)
@@ -230,8 +235,12 @@ def under_torchrun(dump: Path, ranks: int, out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_that_share_the_files_say_the_same(ranks: int, tmp_path: Path) -> None:
+def test_processes_that_share_the_files_say_the_same(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps mixed over files, of which one is damaged in the middle."""
+    for name in ("DIAGNOSED_TOKENS", "LEAST_DIAGNOSED_TOKENS"):
+        monkeypatch.setattr(run_module, name, FEW_TOKENS)
     records = rows(write(tmp_path / "npz", "npz"))
     random.Random(1).shuffle(records)
     dump = tmp_path / "dump"
@@ -418,6 +427,17 @@ def test_any_label_can_be_broken_down(counts: dict[str, int], key: str) -> None:
     assert {int(label.code(text, 1)[0]) for text in counts} == set(range(len(label.names)))
     assert label.code(None, 2).tolist() == [-1, -1]
     assert label.code([None, *counts], 1 + len(counts)).tolist()[1:] == [label.codes[text] for text in counts]
+
+
+def test_names_beyond_the_most_share_a_code() -> None:
+    found = LabelCounts()
+    for number in range(MAX_NAMES + 6):
+        found.add(DumpSample(np.zeros(number + 1), None, np.ones(number + 1, bool), labels={"env": f"n{number}"}))
+    (label,), _ = choose_labels(found, None)
+    assert len(label.names) == MAX_NAMES
+    assert label.names[-1] == "other"
+    assert label.names[:2] == ("n7", "n8")
+    assert {label.codes[f"n{number}"] for number in range(7)} == {MAX_NAMES - 1}
 
 
 def test_names_are_in_the_order_of_their_numbers() -> None:

@@ -84,27 +84,22 @@ def follow(path: Path, *, once: bool = False) -> Iterator[StepReport]:
 
 def _reports_of(file: BinaryIO, path: Path, once: bool) -> Iterator[StepReport]:
     """Yield the reports of one file until another stands in its place."""
-    partial = b""
     last_round = False
     while True:
+        start = file.tell()
         line = file.readline(_MAX_LINE)
-        partial += line
-        if partial.endswith(b"\n"):
-            whole, partial = partial, b""
-            try:
-                yield _report(whole)
-            except ValueError:
-                continue  # a line that a crash cut short
-        elif not line:
-            if last_round:
-                return
-            # What was written before the file was moved aside is still to be read.
-            last_round = once or _was_replaced(file, path)
-            if os.fstat(file.fileno()).st_size < file.tell():  # a restarted run cuts off a line that was not whole
-                file.seek(0, os.SEEK_END)
-                partial = b""
-            if not last_round:
-                time.sleep(_POLL_SECONDS)
+        if line.endswith(b"\n") or len(line) == _MAX_LINE:
+            with contextlib.suppress(ValueError):  # a crash cut the line short
+                yield _report(line)
+            continue
+        # The line is not whole: it is read again from its start, for a restarted run cuts off what a crash left.
+        file.seek(start if os.fstat(file.fileno()).st_size >= start else 0)
+        if last_round:
+            return
+        # What was written before the file was moved aside is still to be read.
+        last_round = once or _was_replaced(file, path)
+        if not last_round:
+            time.sleep(_POLL_SECONDS)
 
 
 def _was_replaced(file: BinaryIO, path: Path) -> bool:
