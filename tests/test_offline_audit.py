@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from dump_writers import Given
+from dump_writers import KEEPS_MISSING, NONFINITE_IS_NULL, WRITERS, Given
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_dumps_damage import mutated
 
 from rlk_audit import AuditConfig, Collector
 from rlk_audit.config import quantile_suffix
@@ -31,20 +32,6 @@ from rlk_audit.offline.labels import MAX_NAMES, LabelCounts, choose_labels
 from rlk_audit.offline.states import MAX_OPEN, StepStates
 from rlk_audit.run_view import RunView
 
-WRITERS: dict[str, Callable[[Path, int, Sequence[Given]], list[Path]]] = {
-    "slime": dump_writers.slime,
-    "slime_per_rank": dump_writers.slime_per_rank,
-    "miles": dump_writers.miles,
-    "nemo_rl": dump_writers.nemo_rl,
-    "prime_rl": dump_writers.prime_rl,
-    "skyrl": dump_writers.skyrl,
-    "jsonl": dump_writers.table_jsonl,
-    "parquet": dump_writers.table_parquet,
-    "npz": dump_writers.table_npz,
-    "safetensors": dump_writers.table_safetensors,
-}
-KEEP_MISSING = ("nemo_rl", "jsonl", "parquet", "npz", "safetensors")
-"""Formats that have a place for a missing value, or its null."""
 STEPS = (1, 2, 4)
 PICKLES = ReadOptions(allow_pickle=True)
 
@@ -55,11 +42,11 @@ def write(folder: Path, name: str, seed: int = 0, odd: bool = False) -> dict[int
     rng = np.random.default_rng(seed)
     drawn = {step: dump_writers.draw(rng, 6, odd=odd) for step in STEPS}
     steps = {
-        step: samples if odd and name in KEEP_MISSING else [s.without_missing() for s in samples]
+        step: samples if odd and name in KEEPS_MISSING else [s.without_missing() for s in samples]
         for step, samples in drawn.items()
     }
     for step, samples in steps.items():
-        WRITERS[name](folder, step, samples)
+        WRITERS[name][1](folder, step, samples)
     return steps
 
 
@@ -92,7 +79,8 @@ def everything(view: RunView) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "odd"), [*((name, False) for name in WRITERS), *((name, True) for name in WRITERS if name != "prime_rl")]
+    ("name", "odd"),
+    [*((name, False) for name in WRITERS), *((name, True) for name in WRITERS if name not in NONFINITE_IS_NULL)],
 )
 def test_every_format_gives_the_oracle_s_figures(name: str, odd: bool, tmp_path: Path) -> None:
     """Prompts, tool tokens, unequal lengths, ranks and CP2; odd is with NaN, infinities and missing values.
@@ -138,12 +126,12 @@ def test_every_format_gives_the_same_bits(tmp_path: Path) -> None:
                 del token["rollout_id"]
             del report["metrics"]["worst_rollout_id"]
         alone[name] = json.dumps(found)
-    assert [name for name in WRITERS if alone[name] != alone["jsonl"]] == []
+    assert [name for name in WRITERS if alone[name] != alone["table jsonl"]] == []
 
 
 def test_recorded_engines_are_told_apart(tmp_path: Path) -> None:
     """Labels of the dump become breakdowns, and their tokens add up."""
-    records = rows(write(tmp_path / "npz", "npz"))
+    records = rows(write(tmp_path / "npz", "table npz"))
     write_lines(tmp_path / "dump.jsonl", records)
     view = audit_dump([tmp_path / "dump.jsonl"])
     buckets = {bucket.name: bucket.compared_token_count for bucket in view.whole.breakdowns["engine"]}
@@ -163,7 +151,7 @@ def test_recorded_engines_are_told_apart(tmp_path: Path) -> None:
 def test_how_samples_lie_in_files_changes_nothing(seed: int, files: int, tmp_path_factory: Any) -> None:
     """Steps mixed in a file, and cut over files: figures, tables and findings are the same."""
     folder = tmp_path_factory.mktemp("dump")
-    records = rows(write(folder / "npz", "npz"))
+    records = rows(write(folder / "npz", "table npz"))
     write_lines(folder / "whole.jsonl", records)
     shuffled = records.copy()
     random.Random(seed).shuffle(shuffled)
@@ -190,7 +178,7 @@ def test_more_steps_than_are_held_open(tmp_path: Path) -> None:
 
 
 def test_small_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_lines(tmp_path / "dump.jsonl", rows(write(tmp_path / "npz", "npz"))[::-1])
+    write_lines(tmp_path / "dump.jsonl", rows(write(tmp_path / "npz", "table npz"))[::-1])
     whole = everything(audit_dump([tmp_path / "dump.jsonl"]))
     monkeypatch.setattr(run_module, "BATCH_TOKENS", 5)
     assert everything(audit_dump([tmp_path / "dump.jsonl"])) == whole
@@ -241,7 +229,7 @@ def test_processes_that_share_the_files_say_the_same(
     """Steps mixed over files, of which one is damaged in the middle."""
     for name in ("DIAGNOSED_TOKENS", "LEAST_DIAGNOSED_TOKENS"):
         monkeypatch.setattr(run_module, name, FEW_TOKENS)
-    records = rows(write(tmp_path / "npz", "npz"))
+    records = rows(write(tmp_path / "npz", "table npz"))
     random.Random(1).shuffle(records)
     dump = tmp_path / "dump"
     dump.mkdir()
@@ -271,7 +259,7 @@ def test_a_dump_without_samples_is_refused_on_every_rank(tmp_path: Path) -> None
 
 
 def test_excerpts_are_of_the_worst_tokens(tmp_path: Path) -> None:
-    steps = write(tmp_path, "npz", seed=5)
+    steps = write(tmp_path, "table npz", seed=5)
     view = audit_dump([tmp_path])
     assert len(view.excerpts) == len(view.whole.worst_tokens) == 10
     for excerpt, worst in zip(view.excerpts, view.whole.worst_tokens, strict=True):
@@ -286,7 +274,7 @@ def test_excerpts_are_of_the_worst_tokens(tmp_path: Path) -> None:
 
 
 def test_the_density_counts_every_compared_token(tmp_path: Path) -> None:
-    steps = write(tmp_path, "npz", seed=6)
+    steps = write(tmp_path, "table npz", seed=6)
     view = audit_dump([tmp_path])
     assert view.density is not None
     expected = np.zeros_like(view.density.counts)
@@ -299,7 +287,7 @@ def test_the_density_counts_every_compared_token(tmp_path: Path) -> None:
 
 
 def test_means_of_samples(tmp_path: Path) -> None:
-    steps = write(tmp_path, "npz", seed=7)
+    steps = write(tmp_path, "table npz", seed=7)
     view = audit_dump([tmp_path])
     expected = [np.abs(s.train.astype(float) - s.rollout)[s.mask].mean() for samples in steps.values() for s in samples]
     assert view.sample_means is not None
@@ -358,7 +346,7 @@ def test_samples_of_unequal_arrays_are_refused_and_counted(tmp_path: Path) -> No
 def test_a_file_that_changes_between_readings_is_told(
     rest: slice, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = rows(write(tmp_path / "npz", "npz"))
+    records = rows(write(tmp_path / "npz", "table npz"))
     path = tmp_path / "dump.jsonl"
     write_lines(path, records)
     plan = audit_module.Plan.of
@@ -377,6 +365,28 @@ def test_a_dump_without_a_train_side_says_so(tmp_path: Path) -> None:
     write_lines(tmp_path / "dump.jsonl", [{"rollout_log_probs": [-1.0], "train_log_probs": None}] * 3)
     with pytest.raises(DumpError):
         audit_dump([tmp_path / "dump.jsonl"])
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_damaged_dumps_are_audited_in_part_or_refused(name: str, tmp_path: Path) -> None:
+    """Whatever a reader makes of damage, the audit has figures that are strict JSON, or refuses in a sentence."""
+    samples = [s.without_missing() for s in dump_writers.draw(np.random.default_rng(0), 4)]
+    paths = WRITERS[name][1](tmp_path / "dump", 3, samples)
+    whole = [path.read_bytes() for path in paths]
+    audited, refusals = 0, []
+    for seed in range(40):
+        rng = random.Random(seed)
+        chosen = rng.randrange(len(paths))
+        paths[chosen].write_bytes(mutated(whole[chosen], rng))
+        try:
+            view = audit_dump([tmp_path / "dump"], options=PICKLES, asked=Asked(exact=seed % 2 == 0))
+            json.dumps(view.to_dict(), allow_nan=False)
+            audited += 1
+        except DumpError as error:
+            refusals.append(str(error))
+        paths[chosen].write_bytes(whole[chosen])
+    assert audited
+    assert not any("\n" in refusal for refusal in refusals)
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------

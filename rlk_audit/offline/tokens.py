@@ -153,10 +153,12 @@ class Tokens:
         """Return the active tokens as a diagnosis takes them."""
         active = self.active
         absent = self.missing if self.mismatch is None else self.missing | self.mismatch
-        rollout = np.where(absent, math.nan, self.rollout.astype(np.float64))
+        with np.errstate(invalid="ignore"):  # a damaged file may hold NaN that signal
+            train, rollout = (side.astype(np.float64) for side in (self.train, self.rollout))
+        rollout[absent] = math.nan
         prompts = zip(self.slots.tolist(), self.samples, strict=True)
         return TokenTable(
-            self.train.astype(np.float64)[active],
+            train[active],
             rollout[active],
             np.repeat(self.slots, self.lengths)[active],
             self.position[active],
