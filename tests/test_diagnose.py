@@ -332,6 +332,20 @@ def test_a_shift_is_found_beside_a_temperature(temperature: float) -> None:
     assert set(codes(found)) == {"shift", "temperature"}
 
 
+def test_samples_that_stale_weights_moved_far_follow_the_order_of_blocks_that_the_others_have() -> None:
+    train, rollout = samples(length=80)
+    random = np.random.default_rng(1)
+    stale = [i % 4 == 1 for i in range(len(train))]
+    moved = [
+        np.minimum(r + 3 * random.standard_normal(80), -1e-6) if bad else r
+        for r, bad in zip(rollout, stale, strict=True)
+    ]
+    ordered = [column.reshape(4, 20)[[0, 2, 3, 1]].reshape(-1) for column in moved]
+    found = of_lists(listed(train), listed(ordered), labels={"engine": [i % 4 for i in range(24)]})
+    assert codes(found) == ["cp_order", "stale_weights"]
+    assert (found[0].evidence["samples_affected"], found[1].evidence["where"]) == (24, "engine=1")
+
+
 # --- laws -----------------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +465,7 @@ RECORDINGS = (
     "s15",
     "s24",
     "vllm32_processed",
+    "s45",
     "s46",
     "vllm34_processed",
 )
@@ -508,6 +523,14 @@ def test_hard_runs_of_recordings(study, recording: str, kind: str, number: int) 
     faults, found = study
     planted = next(k for k in faults.SINGLE if k.name == kind)
     assert codes(diagnose(None, faults.table(faults.make(planted, found[recording], number))))[0] == planted.codes[0]
+
+
+@pytest.mark.parametrize(("recording", "number"), [("s45", 2), ("s21", 0)])
+def test_a_filter_is_found_beside_rows_whose_partners_are_mostly_missing(study, recording: str, number: int) -> None:
+    faults, found = study
+    pair = next(kind for kind in faults.PAIRS if kind.name == "top-p + row order")
+    named = codes(diagnose(None, faults.table(faults.make(pair, found[recording], number))))
+    assert set(pair.codes) <= set(named[:3])
 
 
 def test_a_planted_tail_below_the_noise_of_its_run_is_no_fault_to_count(study) -> None:
