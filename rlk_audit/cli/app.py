@@ -23,7 +23,7 @@ from rlk_audit.config import AuditConfig
 from rlk_audit.contracts import apply_contract
 from rlk_audit.dumps.files import AUTO, FORMATS
 from rlk_audit.dumps.sample import ReadOptions
-from rlk_audit.limits import Judge, Limit, parse_limits
+from rlk_audit.limits import Judge, Limit
 from rlk_audit.offline import baseline
 from rlk_audit.offline.audit import Asked, audit_dump
 from rlk_audit.offline.moved import shared_tokens
@@ -165,7 +165,7 @@ def compare(
     with _refusals():
         views = [_view([path], format, Asked(), allow_pickle, None) for path in (a, b)]
         shared = None
-        if not any(is_run_log(path) for path in (a, b)):
+        if all(view.sample_means is not None for view in views):  # neither is a log
             shared = shared_tokens([a], [b], format, ReadOptions(allow_pickle))
         _print(*comparison.comparison_tables(views[0], views[1], shared))
 
@@ -225,7 +225,6 @@ def _limits(texts: list[str], contract: Path | None, dtype: str | None) -> Audit
         bound = f"{given.relation}{given.value!r}" if given.window is None else str(given).removeprefix(given.metric)
         limits[given.metric] = (*limits.get(given.metric, ()), bound)
     config = AuditConfig(mode="strict", limits=limits)
-    parse_limits(config.limits)
     if contract is None:
         return config
     if dtype is None:

@@ -13,9 +13,7 @@ from rlk_audit.dumps import columns, jsonl, table_arrays, table_parquet
 from rlk_audit.dumps.faults import Faults, SampleError
 from rlk_audit.dumps.naming import single_file_parts
 from rlk_audit.dumps.sample import Bools, DumpFormat, DumpPart, DumpSample, Floats, Label, ReadOptions, Tell
-from rlk_audit.nonfinite import NONFINITE
-
-LOG_PROBS = ("train_log_probs", "rollout_log_probs")
+from rlk_audit.nonfinite import LOG_PROBS, NONFINITE, nonfinite_key
 
 _STEP = re.compile(r"step_?-?([0-9]+)[^/]*$")
 _DTYPES = {"float16": np.float16, "bfloat16": np.float32, "float32": np.float32, "float64": np.float64}
@@ -103,7 +101,7 @@ def _restored(record: Mapping[str, Any], name: str, values: Floats) -> Floats:
 
 
 def _nonfinite_places(record: Mapping[str, Any], name: str, length: int) -> dict[int, float]:
-    told = record.get(name.removesuffix("_log_probs") + "_nonfinite")
+    told = record.get(nonfinite_key(name))
     if told is None:
         return {}
     if not isinstance(told, Mapping) or not set(told) <= set(NONFINITE):

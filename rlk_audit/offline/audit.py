@@ -17,7 +17,7 @@ from rlk_audit.dumps.sample import DumpError, DumpPart, ReadOptions
 from rlk_audit.finding import Finding
 from rlk_audit.offline.exact import collect
 from rlk_audit.offline.looks import excerpt, is_of
-from rlk_audit.offline.plan import Plan, Progress, Reading, Step, scan
+from rlk_audit.offline.plan import Plan, Progress, Reading, Step, scan, sort_steps
 from rlk_audit.offline.run import Looks, Run
 from rlk_audit.offline.texts import TokenTexts
 from rlk_audit.report import StepReport
@@ -81,7 +81,7 @@ def audit_dump(
     steps, total = run.reports()
     notes = list(plan.notes)
     if asked.exact:
-        *steps, total = _exact([*steps, total], run, group)
+        *steps, total = _exact([*steps, total], run, plan.config, group)
         notes.append("quantiles of abs(dlogp) are exact")
     problems = [problem for told in gather_objects(reading.problems + run.changed, group) for problem in told]
     if len(run.diagnosed) < len(plan.steps):
@@ -130,9 +130,9 @@ def _nothing_read(reading: Reading, group: Group) -> str:
     return f"nothing could be read; {told[0]}" if told else "the dump has no samples"
 
 
-def _exact(reports: list[StepReport], run: Run, group: Group) -> list[StepReport]:
+def _exact(reports: list[StepReport], run: Run, config: AuditConfig, group: Group) -> list[StepReport]:
     """Collective: return the reports, of which the last is that of all steps, with exact quantiles."""
-    mine, *others = gather_objects(collect(run.samples(), reports, run.config), group)
+    mine, *others = gather_objects(collect(run.samples(), reports, config), group)
     for other in others:
         for want, seen in zip(mine, other, strict=True):
             want.merge(seen)
@@ -159,9 +159,8 @@ def _excerpts(looks: list[Looks], total: StepReport, texts: TokenTexts | None) -
 
 
 def _all_means(looks: list[Looks]) -> Any:
-    steps = sorted({step for look in looks for step in look.means}, key=lambda step: (step is not None, step or 0))
     means = []
-    for step in steps:
+    for step in sort_steps({step for look in looks for step in look.means}):
         pieces = [piece for look in looks for piece in look.means.get(step, ())]
         slots, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
         means.append(values[np.argsort(slots, kind="stable")])

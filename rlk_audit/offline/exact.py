@@ -17,11 +17,10 @@ import torch
 from rlk_audit.config import AuditConfig, quantile_suffix
 from rlk_audit.dumps.sample import DumpSample
 from rlk_audit.offline.plan import Step
-from rlk_audit.offline.tokens import Tokens
+from rlk_audit.offline.tokens import BATCH_TOKENS, Tokens
 from rlk_audit.report import StepReport
 from rlk_audit.sketch import bin_index, order_index
 
-BATCH_TOKENS = 1 << 18
 COMPRESS_AT = 1 << 20
 """Values that are held before equal ones are put together."""
 

@@ -19,13 +19,11 @@ from rlk_audit.layout import WORST_TOKEN, StateLayout
 from rlk_audit.offline.looks import Cuttings, ProbabilityDensity, sample_means
 from rlk_audit.offline.plan import Plan, Progress, Reading, Step
 from rlk_audit.offline.states import StepStates
-from rlk_audit.offline.tokens import Tokens, owned
+from rlk_audit.offline.tokens import BATCH_TOKENS, Tokens, owned
 from rlk_audit.report import StepReport
 from rlk_audit.run_total import RunTotal
 from rlk_audit.state import State
 
-BATCH_TOKENS = 1 << 18
-"""Tokens of a step that are measured at a time."""
 MAX_WAITING_TOKENS = 1 << 22
 """Tokens of all steps that may wait to be measured."""
 DIAGNOSED_TOKENS = 1 << 16
@@ -55,7 +53,6 @@ class Run:
     """Measures this rank's parts and reduces each step as soon as its tokens are in.
 
     Attributes:
-        config: of the audit.
         diagnosed: steps that are diagnosed.
         looks: what this rank saw of tokens one by one.
         changed: files that are not as they were at the first reading.
@@ -69,7 +66,6 @@ class Run:
         self._group = group
         rank, size = group_place(group)
         self._mine = range(rank, len(plan.parts), size)
-        self.config = plan.config
         self._hosts = agree_on_layout(plan.config, group)
         self._states = StepStates(plan.config)
         self._waiting: dict[Step, list[tuple[int, DumpSample]]] = defaultdict(list)

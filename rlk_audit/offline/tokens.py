@@ -25,6 +25,9 @@ Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+BATCH_TOKENS = 1 << 18
+"""Tokens that are joined and measured at a time."""
+
 _PER_TOKEN = ("rollout_log_probs", "mask", "rollout_missing", "token_ids", "rollout_token_ids", "token_position")
 
 

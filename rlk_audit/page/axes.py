@@ -52,6 +52,11 @@ class LogScale:
         }
 
 
+def or_least(value: float) -> float:
+    """Return a magnitude by which to sort, -1 where there is no finite one."""
+    return value if math.isfinite(value) else -1.0
+
+
 def finite_maximum(values: Sequence[float]) -> float:
     """Return the largest finite value; NaN without any."""
     return max((value for value in values if math.isfinite(value)), default=math.nan)

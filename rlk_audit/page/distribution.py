@@ -12,7 +12,7 @@ import numpy as np
 from rlk_audit.metrics import Histogram
 from rlk_audit.page.axes import LogScale
 from rlk_audit.page.parts import Chart, Table
-from rlk_audit.page.text import NOTHING, figure, power_of_ten, quantile_name
+from rlk_audit.page.text import NOTHING, figure, power_of_ten, quantile_name, quantile_share
 from rlk_audit.page.totals import quantile_keys
 from rlk_audit.run_view import Density
 
@@ -138,7 +138,7 @@ def tail_chart(histogram: Histogram, metrics: Mapping[str, float | int]) -> Char
     pairs += [(float(metrics["abs_dlogp_max"]), 1)] if metrics.get("abs_dlogp_max", math.nan) > 0 else []
     shares = LogScale.of([n / total for _, n in pairs])
     sizes = LogScale.of([size for size, _ in pairs])
-    marks = [(key, float(metrics[key]), 1 - _quantile(key)) for key in quantile_keys(metrics) if metrics[key] > 0]
+    marks = [(key, float(metrics[key]), 1 - quantile_share(key)) for key in quantile_keys(metrics) if metrics[key] > 0]
     data = [
         {
             "type": "scatter",
@@ -174,10 +174,6 @@ def tail_chart(histogram: Histogram, metrics: Mapping[str, float | int]) -> Char
     rows = tuple((figure(size), n, n / total) for size, n in pairs)
     table = Table("Tokens at or beyond an abs(dlogp), nats", ("abs(dlogp)", "tokens", "share"), rows)
     return Chart("tail", "Tail of abs(dlogp)", summary, data, layout, 380, table)
-
-
-def _quantile(key: str) -> float:
-    return float(f"0.{quantile_name(key)[1:].replace('.', '')}")
 
 
 def density_chart(density: Density) -> Chart | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from rlk_audit.page.axes import or_least
 from rlk_audit.page.breakdown_charts import breakdown_chart, rank_chart
 from rlk_audit.page.distribution import density_chart, histogram_chart, tail_chart
 from rlk_audit.page.parts import Cell, Chart, Section, Table
@@ -46,8 +45,8 @@ def _distribution(view: RunView) -> Section:
         missing = "No token was compared, so there is no distribution."
     else:
         missing = (
-            "The distribution needs the counts of all tokens. Reports that were read back from JSON hold their "
-            "figures only: make the page from the tokens, or in the run itself."
+            "The distribution needs the counts of all tokens: those of steps are not added up, and a total that was "
+            "read back from JSON of an earlier version has none. Make the page from the tokens, or in the run itself."
         )
     return Section("distribution", "Distribution of dlogp", "distribution", charts, missing=missing)
 
@@ -104,7 +103,7 @@ def _samples(view: RunView) -> Section:
     found = [(report.step, sample) for report in reports for sample in report.samples]
     if not found:
         return Section("samples", "Worst samples", "samples", missing="No table of samples was kept.")
-    worst = sorted(found, key=lambda pair: -_or_nothing(pair[1].abs_dlogp_mean))[:WORST_ROWS]
+    worst = sorted(found, key=lambda pair: -or_least(pair[1].abs_dlogp_mean))[:WORST_ROWS]
     rows = tuple(
         (
             NOTHING if step is None else step_name(step),
@@ -120,10 +119,6 @@ def _samples(view: RunView) -> Section:
     return Section(
         "samples", "Worst samples", "samples", tables=(Table("Samples of largest mean abs(dlogp)", columns, rows),)
     )
-
-
-def _or_nothing(value: float) -> float:
-    return -1.0 if math.isnan(value) else value
 
 
 def _classes(view: RunView) -> Section:

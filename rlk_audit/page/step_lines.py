@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from rlk_audit.page.axes import ZERO_NOTE, LogScale
+from rlk_audit.page.axes import ZERO_NOTE, LogScale, or_least
 from rlk_audit.page.parts import Cell, Chart, Table, Trace
-from rlk_audit.page.text import NOTHING, chart_text, count_of, figure, quantile_name, step_name
+from rlk_audit.page.text import NOTHING, chart_text, count_of, figure, quantile_name, quantile_share, step_name
 from rlk_audit.page.totals import failures, quantile_keys
 from rlk_audit.report import StepReport
 
@@ -69,12 +69,7 @@ def step_chart(steps: Sequence[StepReport]) -> Chart:
 def line_keys(steps: Sequence[StepReport]) -> tuple[str, ...]:
     """Return the metrics that have a line: the quantiles that any step has, maximum and mean."""
     quantiles = {key: None for report in steps for key in quantile_keys(report.metrics)}
-    return ("abs_dlogp_mean", *sorted(quantiles, key=_fraction), "abs_dlogp_max")
-
-
-def _fraction(key: str) -> float:
-    digits = quantile_name(key)[1:].replace(".", "")
-    return float(f"0.{digits}")
+    return ("abs_dlogp_mean", *sorted(quantiles, key=quantile_share), "abs_dlogp_max")
 
 
 def numbers_known(steps: Sequence[StepReport]) -> bool:
@@ -165,7 +160,7 @@ def _table(steps: Sequence[StepReport], columns: dict[str, list[float]], failed:
     remark = ""
     if len(steps) > TABLE_ROWS:
         wrong = set(failed)
-        by_drift = sorted(places, key=lambda i: (i not in wrong, -_or_least(columns["abs_dlogp_max"][i]), i))
+        by_drift = sorted(places, key=lambda i: (i not in wrong, -or_least(columns["abs_dlogp_max"][i]), i))
         places = sorted(by_drift[:TABLE_ROWS])
         remark = f"{TABLE_ROWS} of {len(steps):,} steps: those that crossed a limit, then those of the largest maximum."
     rows: list[tuple[Cell, ...]] = [
@@ -179,7 +174,3 @@ def _table(steps: Sequence[StepReport], columns: dict[str, list[float]], failed:
     ]
     names = tuple(quantile_name(key) for key in columns)
     return Table("abs(dlogp) of steps, nats", ("step", "compared tokens", *names, "failed"), tuple(rows), remark)
-
-
-def _or_least(value: float) -> float:
-    return value if math.isfinite(value) else -1.0

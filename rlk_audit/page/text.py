@@ -69,6 +69,11 @@ def quantile_name(key: str) -> str:
     return key.removeprefix("abs_dlogp_").replace("_", ".")
 
 
+def quantile_share(key: str) -> float:
+    """Return the share of tokens at or below a quantile: 0.999 for ``abs_dlogp_p99_9``."""
+    return float(f"0.{quantile_name(key)[1:].replace('.', '')}")
+
+
 def step_name(step: int | None) -> str:
     """Return how a step is called."""
     return "step unknown" if step is None else f"step {step}"

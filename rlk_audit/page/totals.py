@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rlk_audit.config import TOKEN_CLASSES
+from rlk_audit.page.axes import finite_maximum
 from rlk_audit.page.text import NOTHING, count_of, figure, quantile_name, step_name
 from rlk_audit.report import StepReport, WorstToken
 from rlk_audit.run_view import RunView
@@ -145,8 +146,7 @@ def _headlines_of_steps(view: RunView) -> tuple[Headline, ...]:
 
 
 def _largest(view: RunView, key: str) -> float:
-    values = [float(report.metrics.get(key, math.nan)) for report in view.steps]
-    return max((value for value in values if math.isfinite(value)), default=math.nan)
+    return finite_maximum([float(report.metrics.get(key, math.nan)) for report in view.steps])
 
 
 def excluded(classes: Mapping[str, int]) -> str:
