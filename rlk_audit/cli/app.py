@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,13 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 from rlk_audit.allreduce import Group, group_place, launched_group
 from rlk_audit.cli import comparison, tables
 from rlk_audit.cli.live import watch_log
+from rlk_audit.cli.streams import PipeConsole, progress_bars, show, tell, to_the_end_of_a_pipe, write_json
 from rlk_audit.config import AuditConfig
 from rlk_audit.contracts import apply_contract
 from rlk_audit.dumps.files import AUTO, FORMATS
@@ -32,11 +27,10 @@ from rlk_audit.offline.texts import TokenTexts
 from rlk_audit.page.write import write_page
 from rlk_audit.report import StepReport
 from rlk_audit.run_view import RunView
+from rlk_audit.verdict import PENDING
 from rlk_audit.version import __version__
 
 CROSSED, UNUSABLE = 1, 2
-WIDTH = 140
-"""Columns of a table where there is no terminal."""
 
 app = typer.Typer(
     name="rlk-audit",
@@ -101,11 +95,11 @@ def report(
         if group_place(group)[0]:
             return
         if json_file is not None:
-            _write_json(view.to_dict(), json_file)
+            write_json(view.to_dict(), json_file)
         if html is not None:
-            _tell(f"{html}: {write_page(view, html) / 1e6:.1f} MB")
+            tell(f"{html}: {write_page(view, html) / 1e6:.1f} MB")
         if json_file != "-":
-            _print(*tables.view_tables(view))
+            show(*tables.view_tables(view))
 
 
 @app.command(
@@ -132,8 +126,9 @@ def check(
     """Judge every step by limits; exit 1 if one is crossed, 2 if that cannot be said."""
     with _refusals(), launched_group() as group:
         config = _limits(limit or [], contract, dtype)
-        bounds = None if baseline_file is None else baseline.read(baseline_file)
-        if not config.limits and bounds is None:
+        baseline.check_ratio(ratio)
+        bounds = {} if baseline_file is None else baseline.read(baseline_file)
+        if not config.limits and not bounds:
             raise ValueError("check needs --limit, --contract or --baseline")
         # A dump has figures of samples whatever the limits say.
         judge = Judge(replace(config, samples_per_step=1))
@@ -141,17 +136,12 @@ def check(
         for step in view.steps:
             _refuse_absent(config, step)
             step.verdict = judge.judge(step) if config.limits else None
-        failed = list(tables.verdict_lines(view.steps))
-        failed += [Text(told, style="bold red") for told in baseline.crossed(view, bounds or {}, ratio)]
+        failed = [*tables.verdict_lines(view.steps), *map(tables.failure_line, baseline.crossed(view, bounds, ratio))]
         if group_place(group)[0] == 0:
-            _print(*tables.problem_lines(view), *failed)
-            count = f"{len(view.steps)} step{'s' * (len(view.steps) != 1)}"
-            _print(f"FAILED: {len(failed)} in {count}" if failed else f"passed: {count}")
-    if failed:
-        raise typer.Exit(CROSSED)
-    if view.problems:
-        _tell("what was left out could hide a crossed limit, so this is no pass")
-        raise typer.Exit(UNUSABLE)
+            show(*tables.problem_lines(view), *failed, _outcome(view, len(failed)))
+        status = CROSSED if failed else UNUSABLE if view.problems or _unjudged(view) else 0
+    if status:
+        raise typer.Exit(status)
 
 
 @app.command(epilog=examples("rlk-audit compare dumps/bf16 dumps/fp16", "rlk-audit compare a.jsonl b.jsonl"))
@@ -167,7 +157,7 @@ def compare(
         shared = None
         if all(view.sample_means is not None for view in views):  # neither is a log
             shared = shared_tokens([a], [b], format, ReadOptions(allow_pickle))
-        _print(*comparison.comparison_tables(views[0], views[1], shared))
+        show(*comparison.comparison_tables(views[0], views[1], shared))
 
 
 @app.command(epilog=examples("rlk-audit diagnose dumps/", "rlk-audit diagnose dumps/ --json - | jq '.[0].findings'"))
@@ -185,11 +175,11 @@ def diagnose(
         if group_place(group)[0]:
             return
         if json_file is not None:
-            _write_json(view.to_dict()["causes"], json_file)
+            write_json(view.to_dict()["causes"], json_file)
         if json_file != "-":
             if not view.causes:
-                _print("the log holds no findings: diagnose a dump of tokens")
-            _print(
+                show("the log holds no findings: diagnose a dump of tokens")
+            show(
                 *tables.problem_lines(view), *(line for causes in view.causes for line in tables.finding_lines(causes))
             )
 
@@ -197,8 +187,8 @@ def diagnose(
 @app.command(epilog=examples("rlk-audit watch runs/audit.jsonl"))
 def watch(path: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="The log of a running job.")]) -> None:
     """Follow a run's log, through rotation and restarts, until interrupted."""
-    with _refusals():
-        watch_log(path, Console())
+    with _refusals(), to_the_end_of_a_pipe():
+        watch_log(path, PipeConsole())
 
 
 # --- what the commands share ----------------------------------------------------------------------------------------
@@ -215,8 +205,27 @@ def _view(
     if all(is_run_log(path) for path in paths):
         return read_run_logs(paths)
     options = ReadOptions(allow_pickle)
-    with _progress(group) as progress:
+    with progress_bars(group) as progress:
         return audit_dump(paths, format, config=config, options=options, asked=asked, progress=progress, group=group)
+
+
+def _outcome(view: RunView, failures: int) -> str:
+    count = f"{len(view.steps)} step{'s' * (len(view.steps) != 1)}"
+    if failures:
+        return f"FAILED: {failures} in {count}"
+    if unjudged := _unjudged(view):
+        return f"{', '.join(unjudged)} cannot be judged: {count} are too few for a median, so this is no pass"
+    if view.problems:
+        return f"no limit was crossed in {count}, but what was left out could hide one, so this is no pass"
+    return f"passed: {count}"
+
+
+def _unjudged(view: RunView) -> list[str]:
+    """Return the metrics with a limit that had too few steps before it in every step."""
+    results = [result for step in view.steps if step.verdict is not None for result in step.verdict.limits]
+    judged = {(result.metric, result.relation) for result in results if result.outcome != PENDING}
+    pending = [result for result in results if result.outcome == PENDING]
+    return list(dict.fromkeys(r.metric for r in pending if (r.metric, r.relation) not in judged))
 
 
 def _limits(texts: list[str], contract: Path | None, dtype: str | None) -> AuditConfig:
@@ -243,46 +252,6 @@ def _refusals() -> Iterator[None]:
     """Turn what cannot be used into one sentence and exit 2."""
     try:
         yield
-    except BrokenPipeError:  # who reads has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
     except (ValueError, OSError, ImportError) as error:
-        _tell(f"error: {' '.join(str(error).split())}")
+        tell(f"error: {' '.join(str(error).split())}")
         raise typer.Exit(UNUSABLE) from None
-
-
-@contextmanager
-def _progress(group: Group) -> Iterator[Any]:
-    """Show bars on a terminal's standard error, nothing elsewhere."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    shown = console.is_terminal and group_place(group)[0] == 0
-    with Progress(*columns, console=console, transient=True, disable=not shown) as bars:
-        tasks: dict[str, Any] = {}
-
-        def advance(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield advance
-
-
-def _print(*parts: Any) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    for part in parts:
-        console.print(part, markup=False, soft_wrap=isinstance(part, (str, Text)))
-
-
-def _tell(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
-
-
-def _write_json(values: Any, file: str) -> None:
-    text = json.dumps(values, allow_nan=False)
-    if file == "-":
-        print(text)
-    else:
-        Path(file).write_text(text + "\n", encoding="utf-8")

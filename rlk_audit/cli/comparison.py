@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from rlk_audit.cli.tables import STEPS_SHOWN, plain_text, problem_lines, table
+from rlk_audit.cli.tables import STEPS_SHOWN, line, problem_lines, table
 from rlk_audit.offline import compare
 from rlk_audit.offline.compare import MIN_SAMPLES, Pair
 from rlk_audit.offline.moved import MAX_TOKENS, Shared
@@ -22,12 +22,12 @@ def comparison_tables(a: RunView, b: RunView, shared: Shared | None) -> Iterator
         shared: what their dumps share; None where a side is a log.
     """
     for name, view in (("A", a), ("B", b)):
-        yield Text(f"{name}: {plain_text(view.title)}", style="bold")
+        yield line(f"{name}: {view.title}", "bold")
         yield from problem_lines(view)
     if shared is not None and shared.identical:
-        yield Text("identical: both hold the same samples with bitwise equal log-probabilities", style="bold green")
+        yield Text("identical: both hold the same samples with equal log-probabilities", style="bold green")
         return
-    yield from (Text(told, style="bold") for told in compare.difference_in_words(a, b))
+    yield from (line(told, "bold") for told in compare.difference_in_words(a, b))
     yield _test(a, b)
     yield _pairs("figures", compare.headlines(a, b))
     yield from _steps(a, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rlk_audit.cli.tables import STEP_COLUMNS, finding_lines, table
+from rlk_audit.cli.tables import STEP_COLUMNS, finding_lines, line, plain_text, table
 from rlk_audit.offline.run_log import follow
 from rlk_audit.report import StepReport
 from rlk_audit.run_view import Causes
@@ -26,15 +27,15 @@ def watch_log(path: Path, console: Console) -> None:
             _watch_terminal(path, console)
         else:
             for report in follow(path):
-                for line in (summary_line(report), *cause_lines(report)):
-                    print(line, flush=True)
+                for told in (summary_line(report), *cause_lines(report)):
+                    print(plain_text(told), flush=True)
     except KeyboardInterrupt:
         return
 
 
 def _watch_terminal(path: Path, console: Console) -> None:
     reports: deque[StepReport] = deque(maxlen=STEPS_SHOWN)
-    with Live(Text(f"waiting for {path}"), console=console, auto_refresh=True) as live:
+    with Live(line(f"waiting for {path}"), console=console, auto_refresh=True) as live:
         for report in follow(path):
             if reports and report.kind == "step" == reports[-1].kind and _is_earlier(report, reports[-1]):
                 reports.clear()  # the run was restarted from an earlier step
@@ -50,7 +51,7 @@ def _screen(path: Path, reports: deque[StepReport]) -> RenderableType:
     rows = [
         (
             "run" if report.kind == "run" else str(report.step),
-            *(report.metrics[key] for key in STEP_COLUMNS),
+            *(report.metrics.get(key, math.nan) for key in STEP_COLUMNS),
             _verdict(report),
             ", ".join(f"{code}={count}" for code, count in report.warnings.items()),
         )
@@ -60,8 +61,8 @@ def _screen(path: Path, reports: deque[StepReport]) -> RenderableType:
     steps = [report for report in reports if report.kind == "step"]
     last = steps[-1] if steps else None
     causes = [] if last is None else finding_lines(Causes(last.step, last.step, last.findings))
-    line = Text(f"p99 {spark([report.metrics['abs_dlogp_p99'] for report in steps])}")
-    return Group(table(str(path), columns, rows), line, *causes)
+    trend = Text(f"p99 {spark([report.metrics.get('abs_dlogp_p99', math.nan) for report in steps])}")
+    return Group(table(str(path), columns, rows), trend, *causes)
 
 
 def _verdict(report: StepReport) -> str:
@@ -70,5 +71,5 @@ def _verdict(report: StepReport) -> str:
 
 def spark(values: list[float]) -> str:
     """Return values as a line of bars from 0 to the largest; a blank where there is none."""
-    top = max((value for value in values if value == value), default=0.0)
-    return "".join(BARS[round(8 * value / top)] if value == value and top > 0 else BARS[0] for value in values)
+    top = max((value for value in values if math.isfinite(value)), default=0.0)
+    return "".join(BARS[round(8 * value / top)] if 0 <= value <= top and top > 0 else BARS[0] for value in values)

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlk_audit.breakdowns import Bucket
+from rlk_audit.breakdowns import UNKNOWN, Bucket
 from rlk_audit.finding import NOTHING_TO_CHECK, Finding
 from rlk_audit.report import StepReport, WorstToken
 from rlk_audit.run_view import Causes, Excerpt, RunView
@@ -47,8 +47,8 @@ def number(value: float) -> str:
 def view_tables(view: RunView) -> Iterator[RenderableType]:
     """Yield the tables of a run, the most important first."""
     whole = view.whole
-    yield Text(plain_text(view.title), style="bold")
-    yield from (Text(plain_text(note)) for note in view.notes)
+    yield line(view.title, "bold")
+    yield from (line(note) for note in view.notes)
     yield from problem_lines(view)
     yield _headline(view, whole)
     yield from _causes(view)
@@ -69,14 +69,14 @@ def view_tables(view: RunView) -> Iterator[RenderableType]:
 
 def problem_lines(view: RunView) -> Iterator[Text]:
     """Yield a line for each thing that could not be read."""
-    return (Text(f"left out: {plain_text(problem)}", style="yellow") for problem in view.problems)
+    return (line(f"left out: {problem}", "yellow") for problem in view.problems)
 
 
 def verdict_lines(reports: Iterable[StepReport]) -> Iterator[Text]:
     """Yield a line for each thing that failed in a step."""
     for report in reports:
         if report.verdict is not None and not report.verdict.passed:
-            yield from (Text(f"{step_name(report)}: {told}", style="bold red") for told in report.verdict.failures())
+            yield from (failure_line(f"{step_name(report)}: {told}") for told in report.verdict.failures())
 
 
 def step_name(report: StepReport) -> str:
@@ -90,7 +90,9 @@ def finding_lines(causes: Causes) -> Iterator[Text]:
     for finding in causes.findings:
         style = "green" if finding.check_first == NOTHING_TO_CHECK else "bold red"
         yield Text.assemble(
-            f"{where}: ", (f"{finding.code} ({finding.strength:.0%})", style), f" {plain_text(_told(finding))}"
+            f"{where}: ",
+            (plain_text(f"{finding.code} ({finding.strength:.0%})"), style),
+            f" {plain_text(_told(finding))}",
         )
 
 
@@ -116,11 +118,11 @@ def _headline(view: RunView, whole: StepReport) -> Table:
     )
     for name, count in whole.classes.items():
         if count and name != "compared":
-            headline.add_row(f"excluded: {name}", number(count))
+            headline.add_row(line(f"excluded: {name}"), number(count))
     for name, count in whole.warnings.items():
-        headline.add_row(Text(f"warning: {name}", style="yellow"), number(count))
+        headline.add_row(line(f"warning: {name}", "yellow"), number(count))
     for note in whole.notes:
-        headline.add_row(Text(note, style="yellow"), "")
+        headline.add_row(line(note, "yellow"), "")
     return headline
 
 
@@ -137,9 +139,11 @@ def _steps(steps: Sequence[StepReport]) -> Table:
     """Return the steps, or where they are many every so-manyth with the worst of each stretch."""
     every = -(-len(steps) // STEPS_SHOWN)
     stretches = [steps[start : start + every] for start in range(0, len(steps), every)]
-    shown = [max(stretch, key=lambda report: _known(report.metrics["abs_dlogp_max"])) for stretch in stretches]
+    shown = [
+        max(stretch, key=lambda report: _known(report.metrics.get("abs_dlogp_max", math.nan))) for stretch in stretches
+    ]
     title = "steps" if every == 1 else f"steps: the one of largest max in every {every}"
-    rows = [(step_name(report), *(report.metrics[key] for key in STEP_COLUMNS)) for report in shown]
+    rows = [(step_name(report), *(report.metrics.get(key, math.nan) for key in STEP_COLUMNS)) for report in shown]
     return table(title, ("", "tokens", "mean", "p50", "p99", "max"), rows)
 
 
@@ -168,7 +172,7 @@ def _worst(worst: Sequence[WorstToken]) -> Table:
             token.dlogp,
             token.train_logp,
             token.rollout_logp,
-            *(token.labels[name] for name in labels),
+            *(token.labels.get(name, UNKNOWN) for name in labels),
         )
         for token in worst
     ]
@@ -198,11 +202,21 @@ def plain_text(text: str) -> str:
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
+def line(text: str, style: str = "") -> Text:
+    """Return a text as it is shown: neither markup nor control characters in it count."""
+    return Text(plain_text(text), style)
+
+
+def failure_line(told: str) -> Text:
+    """Return a sentence on what failed."""
+    return line(told, "bold red")
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Return a table; numbers in four digits, texts so that they cannot steer the terminal."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    made = Table(title=line(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for index, name in enumerate(columns):
-        made.add_column(Text(name), justify="left" if index == 0 else "right")
+        made.add_column(line(name), justify="left" if index == 0 else "right")
     for row in rows:
-        made.add_row(*(number(cell) if isinstance(cell, (int, float)) else Text(plain_text(str(cell))) for cell in row))
+        made.add_row(*(number(cell) if isinstance(cell, (int, float)) else line(str(cell)) for cell in row))
     return made

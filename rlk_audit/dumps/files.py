@@ -20,7 +20,8 @@ FORMATS = (AUTO, *(reader.name for reader in _READERS))
 """Names of formats, as in ``--format``."""
 
 _SUFFIXES = (".pt", ".jsonl", ".json", ".parquet", ".npz", ".safetensors", ".pkl", ".dp")
-"""Endings of files that are told one by one where they are no dump; others in a folder are only counted."""
+"""Endings of files that are told where they are no dump; others in a folder are none of a dump's, such as markers."""
+_NO_DUMP = "it is no dump of a known format"
 _TOLD_FILES = 5
 _GLOB = "*?["
 
@@ -46,6 +47,8 @@ def find(paths: Sequence[Path], format: str = AUTO, *, tell: Tell) -> list[DumpP
         name = format if named and format != AUTO else _format_of(path, readers, others)
         if name is not None:
             found[name].append(path)
+        elif named:
+            others[-1] = (path, others[-1][1] or _NO_DUMP)
     parts = [part for reader in readers if found[reader.name] for part in reader.parts(found[reader.name], tell)]
     if not parts:
         raise DumpError(_nothing_found(paths, others))
@@ -112,20 +115,17 @@ def _format_of(path: Path, readers: Sequence[DumpFormat], others: list[tuple[Pat
 
 def _tell_others(others: Sequence[tuple[Path, str]], tell: Tell) -> None:
     """Tell of files that are no dump: those that could be taken for one by name, the first few of a kind."""
-    irrelevant = [path for path, sentence in others if not sentence and path.suffix not in _SUFFIXES]
     counts: Counter[str] = Counter()
     for path, sentence in others:
         if sentence or path.suffix in _SUFFIXES:
-            sentence = sentence or "it is no dump of a known format"
+            sentence = sentence or _NO_DUMP
             counts[sentence] += 1
             if counts[sentence] <= _TOLD_FILES:
                 tell(path, sentence)
-    last = {sentence or "it is no dump of a known format": path for path, sentence in others}
+    last = {sentence or _NO_DUMP: path for path, sentence in others}
     for sentence, count in counts.items():
         if count > _TOLD_FILES:
             tell(last[sentence].parent, f"and {count - _TOLD_FILES} more files: {sentence}")
-    if irrelevant:
-        tell(irrelevant[0].parent, f"{len(irrelevant)} other files were passed over, such as {irrelevant[0].name}")
 
 
 def _nothing_found(paths: Sequence[Path], others: Sequence[tuple[Path, str]]) -> str:

@@ -103,19 +103,21 @@ def load(path: Path, options: ReadOptions) -> RankFile:
     for name in SIDES:
         if data.get(name) is not None and name not in lengths:
             raise DumpError(f"{name} must have one entry a sample")
-    layout = content.get("qkv_format")
     try:
         rank = columns.number(content.get("rank"), "rank")
         cp_size = columns.number(content.get("cp_size"), "cp_size")
         if cp_size is not None and not 0 < cp_size <= _MAX_RANKS:
             raise SampleError("cp_size must be a number of ranks")
+        qkv_format = content.get("qkv_format")
+        if not isinstance(qkv_format, str | None):
+            raise SampleError("qkv_format must be text")
         return RankFile(
             path,
             columns.number(content.get("rollout_id"), "rollout_id"),
             columns.known(number_in(_name(path), _RANK) if rank is None else rank),
             columns.number(content.get("cp_rank"), "cp_rank"),
             cp_size,
-            layout if isinstance(layout, str) else "thd",
+            qkv_format or "thd",
             data,
         )
     except SampleError as error:

@@ -177,7 +177,9 @@ def _sample(files: Sequence[RankFile], row: int) -> DumpSample:
             "its response_lengths and total_lengths must be whole numbers, the first not above the second"
         )
     if first.qkv_format != "thd" and len(files) > 1 and entry(first, "max_seq_lens", row) is None:
-        raise SampleError(f"its pieces in the format {first.qkv_format} cannot be put together without max_seq_lens")
+        raise SampleError(
+            f"its pieces in the format {first.qkv_format!r:.40} cannot be put together without max_seq_lens"
+        )
     train = _joined(files, row, "log_probs", spans, response, columns.train_log_probs)
     rollout = missing = None
     if first.data.get("rollout_log_probs") is not None:

@@ -29,23 +29,29 @@ def read(path: Path) -> dict[str, float]:
         whole = values["total"] or values["steps"][-1]
         metrics = {name: whole["metrics"][name] for name in METRICS if whole["metrics"].get(name) is not None}
         found = {name: float(value) for name, value in metrics.items()}
+        if not all(map(math.isfinite, found.values())):
+            raise ValueError("a figure is no number")
     except OSError as error:
         raise ValueError(f"the baseline {path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no baseline: {expected}") from error
     if not found:
         raise ValueError(f"the baseline {path} compared nothing; {expected} of a run with tokens")
     return found
 
 
-def crossed(view: RunView, bounds: Mapping[str, float], ratio: float) -> Iterator[str]:
-    """Yield a sentence on each figure of a run that is more than ``ratio`` times the baseline's.
+def check_ratio(ratio: float) -> None:
+    """Refuse a tolerated ratio that is no positive number.
 
     Raises:
-        ValueError: the ratio is no positive number.
+        ValueError: it is none.
     """
     if not 0 < ratio < math.inf:
         raise ValueError(f"the tolerated ratio must be a positive number, got {ratio}")
+
+
+def crossed(view: RunView, bounds: Mapping[str, float], ratio: float) -> Iterator[str]:
+    """Yield a sentence on each figure of a run that is more than ``ratio`` times the baseline's."""
     for name, accepted in bounds.items():
         value = view.whole.metrics.get(name, math.nan)
         if math.isnan(value):

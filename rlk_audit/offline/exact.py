@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from rlk_audit.config import AuditConfig, quantile_suffix
-from rlk_audit.dumps.sample import DumpSample
+from rlk_audit.dumps.sample import DumpError, DumpSample
 from rlk_audit.offline.plan import Step
 from rlk_audit.offline.tokens import BATCH_TOKENS, Tokens
 from rlk_audit.report import StepReport
@@ -23,6 +23,8 @@ from rlk_audit.sketch import bin_index, order_index
 
 COMPRESS_AT = 1 << 20
 """Values that are held before equal ones are put together."""
+ARRAY_COST = 64
+"""Values that take as much memory as an array by itself."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -35,14 +37,18 @@ class BinValues:
         self._values: list[Floats] = []
         self._counts: list[Ints] = []
         self._held = 0
+        self._compress_at = COMPRESS_AT
 
     def add(self, values: Floats, counts: Ints | None = None) -> None:
         """Add values, each as often as counted."""
+        if not len(values):
+            return
         self._values.append(values)
         self._counts.append(np.ones(len(values), dtype=np.int64) if counts is None else counts)
-        self._held += len(values)
-        if self._held > COMPRESS_AT:
+        self._held += len(values) + ARRAY_COST
+        if self._held > self._compress_at:
             self._compress()
+            self._compress_at = max(COMPRESS_AT, 2 * self._held)  # where few are equal, seldom
 
     def merge(self, other: BinValues) -> None:
         """Add another's values."""
@@ -50,7 +56,13 @@ class BinValues:
             self.add(values, counts)
 
     def at(self, order: int) -> float:
-        """Return the value at a place in sorted order, from 0."""
+        """Return the value at a place in sorted order, from 0.
+
+        Raises:
+            DumpError: there is no such place.
+        """
+        if not 0 <= order < sum(int(counts.sum()) for counts in self._counts):
+            raise DumpError("the dump changed while it was read, so that exact quantiles cannot be told; read it again")
         self._compress()
         place = int(np.searchsorted(np.cumsum(self._counts[0]), order, side="right"))
         return float(self._values[0][place])

@@ -17,7 +17,11 @@ from rlk_audit.dumps.sample import DumpSample, Label
 MAX_NAMES = 64
 """Codes of a label; if a dump has more names, those of fewest tokens share the code ``other``."""
 MAX_LABELS = 16
+MAX_COUNTED = 1 << 14
+"""Names of a label that are counted in a part of a dump, those that come first; the others are ``other``."""
 OTHER = "other"
+_MORE = ""
+"""In the place of a name: those that are not counted by themselves."""
 _NAME_LENGTH = 64
 _NO_NAME_SIGN = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -26,7 +30,7 @@ class LabelCounts:
     """Counts tokens by the name of each label.
 
     Attributes:
-        tokens: label -> name -> tokens.
+        tokens: label -> name -> tokens, "" for an empty name and those beyond MAX_COUNTED.
     """
 
     def __init__(self) -> None:
@@ -36,10 +40,10 @@ class LabelCounts:
         """Count a sample's tokens."""
         for name, label in sample.labels.items():
             counts = self.tokens.setdefault(name, Counter())
-            if isinstance(label, str):
-                counts[label] += len(sample)
-            elif label is not None:
-                counts.update(code for code in label if code is not None)
+            given = Counter({label: len(sample)}) if isinstance(label, str) else Counter(label or ())
+            for text, tokens in given.items():
+                if text is not None:
+                    counts[text if text in counts or len(counts) < MAX_COUNTED else _MORE] += tokens
 
     def merge(self, other: LabelCounts) -> None:
         """Add another's counts."""
@@ -54,7 +58,7 @@ class LabelNames:
     Attributes:
         key: in the dump. name: in the report.
         codes: text in the dump -> code.
-        names: of the codes, in the report.
+        names: of the codes, in the report; one more than codes where the other texts share one.
     """
 
     key: str
@@ -63,19 +67,20 @@ class LabelNames:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, key: str, counts: Counter[str]) -> LabelNames:
+    def of(cls, key: str, name: str, counts: Counter[str]) -> LabelNames:
         """Name a label's codes, in the natural order of the dump's texts."""
-        kept = sorted(counts, key=lambda text: (-counts[text], _natural(text)))
-        shared = kept[MAX_NAMES - 1 :] if len(kept) > MAX_NAMES else []
-        own = sorted(kept[: len(kept) - len(shared)], key=_natural)
-        codes = {text: code for code, text in enumerate(own)} | dict.fromkeys(shared, len(own))
-        return cls(key, label_name(key), codes, _different(map(_plain_name, own), [OTHER] if shared else []))
+        most = sorted(counts, key=lambda text: (-counts[text], _natural(text)))
+        shared = len(most) > MAX_NAMES
+        own = sorted(most[: MAX_NAMES - 1] if shared else most, key=_natural)
+        codes = {text: code for code, text in enumerate(own)}
+        return cls(key, name, codes, _different(map(_plain_name, own), [OTHER] if shared else []))
 
     def code(self, label: Label, length: int) -> npt.NDArray[np.int64]:
         """Return the codes of a sample's tokens (int64 [length]), -1 where unknown."""
+        other = len(self.codes) if len(self.names) > len(self.codes) else -1
         if label is None or isinstance(label, str):
-            return np.full(length, -1 if label is None else self.codes.get(label, -1), dtype=np.int64)
-        codes = [-1 if text is None else self.codes.get(text, -1) for text in label[:length]]
+            return np.full(length, -1 if label is None else self.codes.get(label, other), dtype=np.int64)
+        codes = [-1 if text is None else self.codes.get(text, other) for text in label[:length]]
         return np.array(codes + [-1] * (length - len(codes)), dtype=np.int64)
 
 
@@ -95,18 +100,24 @@ def choose_labels(counts: LabelCounts, asked: Sequence[str] | None) -> tuple[lis
     Raises:
         ValueError: a label asked for is not in the dump.
     """
-    there = {label_name(key): key for key in sorted(counts.tokens) if counts.tokens[key]}
+    keys = sorted((key for key in counts.tokens if counts.tokens[key]), key=lambda key: (label_name(key) != key, key))
+    there = dict(zip(_different(map(label_name, keys), ()), keys, strict=True))
     if asked is not None:
+        asked = [
+            name
+            for name in ({key: name for name, key in there.items()}.get(given, given) for given in asked)
+            if name not in BUILT_IN_BREAKDOWNS
+        ]
         absent = [name for name in asked if name not in there]
         if absent:
             known = ", ".join(there) if there else "none"
             raise ValueError(f"the dump has no label {', '.join(absent)}; it has {known}")
-        return [LabelNames.of(there[name], counts.tokens[there[name]]) for name in dict.fromkeys(asked)], []
+        return [LabelNames.of(there[name], name, counts.tokens[there[name]]) for name in dict.fromkeys(asked)], []
     remarks = []
     several = []
     for name, key in there.items():
         if len(counts.tokens[key]) > 1:
-            several.append(LabelNames.of(key, counts.tokens[key]))
+            several.append(LabelNames.of(key, name, counts.tokens[key]))
         else:
             remarks.append(f"{name} is {_plain_name(next(iter(counts.tokens[key])))} wherever it is known")
     if len(several) > MAX_LABELS:
@@ -119,9 +130,9 @@ def _plain_name(text: str) -> str:
     return _NO_NAME_SIGN.sub("_", text)[:_NAME_LENGTH] or "_"
 
 
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Return a sort key under which ``e10`` follows ``e9``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", text)]
+def _natural(text: str) -> tuple[list[tuple[int, str]], str]:
+    """Return a sort key under which ``e10`` follows ``e9``, and no two texts are alike."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", text)], text
 
 
 def _different(names: Iterable[str], reserved: Sequence[str]) -> tuple[str, ...]:

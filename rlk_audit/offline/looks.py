@@ -21,7 +21,7 @@ DENSITY_BINS = 64
 
 _SHOWN = ("train_log_probs", "rollout_log_probs", "mask", "rollout_missing", "token_ids", "rollout_token_ids")
 
-_Key = tuple[float, int, int, bool, int]
+_Key = tuple[float, int, int, bool, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Cutting:
     """A token of large abs(dlogp) with its neighbours; ids are -1 where unknown.
 
     Attributes:
-        key: by which the worst come first: as the worst tokens of a report, then the earlier step.
+        key: by which the worst come first: as the worst tokens of a report, then the earlier step and sample.
         step, sample, place: where it stands; ``place`` counts within the sample.
     """
 
@@ -60,28 +60,40 @@ class Cuttings:
 
     def add(self, step: Step, tokens: Tokens) -> None:
         """Look at the tokens of a step."""
-        if not len(tokens):
-            return
-        magnitude = np.where(tokens.compared, np.abs(tokens.dlogp), -1.0)
-        floor = np.partition(magnitude, -min(WORST_K, len(magnitude)))[-min(WORST_K, len(magnitude))]
-        if len(self._kept) == WORST_K:
-            floor = max(floor, -self._kept[0].key[0])
-        for at in np.flatnonzero((magnitude >= floor) & tokens.compared).tolist():
-            number = int(np.searchsorted(tokens.starts, at, side="right")) - 1
-            self._offer(step, tokens, at, number, float(magnitude[at]))
+        at = _largest(np.where(tokens.compared, np.abs(tokens.dlogp), -1.0), self._floor)
+        number = np.searchsorted(tokens.starts, at, side="right") - 1
+        magnitude, index, position = np.abs(tokens.dlogp[at]), tokens.sample_index[number], tokens.position[at]
+        # Many may tie, as where a side is offset by a constant.
+        order = np.lexsort((tokens.slots[number], position, index, -magnitude))[:WORST_K]
+        for place in order.tolist():
+            key = (
+                -float(magnitude[place]), int(index[place]), int(position[place]), step is not None, step or 0,
+                int(tokens.slots[number[place]]),
+            )  # fmt: skip
+            sample = tokens.samples[number[place]]
+            self._offer(key, step, sample, int(at[place] - tokens.starts[number[place]]))
 
-    def _offer(self, step: Step, tokens: Tokens, at: int, number: int, magnitude: float) -> None:
-        sample = tokens.samples[number]
-        key = (-magnitude, sample.sample_index, int(tokens.position[at]), step is not None, step or 0)
-        if len(self._kept) == WORST_K and key >= self._kept[0].key:
-            return
-        cutting = _cut(key, step, sample, at - int(tokens.starts[number]))
-        (heapq.heappushpop if len(self._kept) == WORST_K else heapq.heappush)(self._kept, cutting)
+    @property
+    def _floor(self) -> float:
+        return -self._kept[0].key[0] if len(self._kept) == WORST_K else 0.0
+
+    def _offer(self, key: _Key, step: Step, sample: DumpSample, place: int) -> None:
+        if len(self._kept) < WORST_K:
+            heapq.heappush(self._kept, _cut(key, step, sample, place))
+        elif key < self._kept[0].key:
+            heapq.heapreplace(self._kept, _cut(key, step, sample, place))
 
     def worst(self, others: Iterable[Cuttings] = ()) -> list[Cutting]:
         """Return the worst of this and others, worst first."""
         kept = [cutting for cuttings in (self, *others) for cutting in cuttings._kept]
         return sorted(kept, key=lambda cutting: cutting.key)[:WORST_K]
+
+
+def _largest(magnitude: npt.NDArray[np.float64], floor: float) -> npt.NDArray[np.int64]:
+    """Return the places of values of at least ``floor`` that may be among the WORST_K largest."""
+    if len(magnitude) > WORST_K:
+        floor = max(floor, float(np.partition(magnitude, -WORST_K)[-WORST_K]))
+    return np.flatnonzero(magnitude >= floor)
 
 
 def _cut(key: _Key, step: Step, sample: DumpSample, place: int) -> Cutting:

@@ -48,7 +48,7 @@ class Shared:
 
     Attributes:
         samples: found in both, of the same tokens. samples_a, samples_b: in all.
-        identical: whether the two hold the same samples with bitwise equal values.
+        identical: whether the two hold the same samples with equal values.
         moved: tokens that moved most, largest change first.
         complete: whether all of A was held.
     """
@@ -115,12 +115,12 @@ def _same_tokens(a: DumpSample, b: DumpSample) -> bool:
 
 
 def _equal(a: DumpSample, b: DumpSample) -> bool:
-    """Return whether all values are bitwise equal."""
+    """Return whether all values are equal, whatever dtype holds them."""
     for name in ("train_log_probs", "rollout_log_probs", "mask", "rollout_missing"):
         ours, theirs = getattr(a, name), getattr(b, name)
         if (ours is None) != (theirs is None):
             return False
-        if ours is not None and (ours.dtype != theirs.dtype or ours.tobytes() != theirs.tobytes()):
+        if ours is not None and not np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f"):
             return False
     return True
 

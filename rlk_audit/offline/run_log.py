@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlk_audit.dumps.naming import natural_key
+from rlk_audit.config import TOKEN_CLASSES
 from rlk_audit.dumps.sample import DumpError
 from rlk_audit.offline.plan import sort_steps
 from rlk_audit.report import StepReport
 from rlk_audit.run_view import Causes, RunView
 
-_MAX_LINE = 1 << 26
+_MAX_LINE = 1 << 24
 _POLL_SECONDS = 0.2
 
 
@@ -34,29 +34,39 @@ def is_run_log(path: Path) -> bool:
 def read_run_logs(paths: Sequence[Path]) -> RunView:
     """Read logs of one run, with the parts that were moved aside as they grew.
 
-    Of a step that is there twice, as after a restart, the later report stands.
+    Of a step that is there twice, as after a restart, the later report stands; reports of unknown steps all do.
 
     Raises:
         DumpError: no line is a report.
     """
-    steps: dict[int | None, StepReport] = {}
-    total, problems = None, []
-    for path in dict.fromkeys(part for given in paths for part in (*_moved(given), given)):
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            try:
-                report = _report(line)
-            except ValueError as error:
-                problems.append(f"{path}: line {number} is left out: {error}")
-                continue
-            if report.kind == "run":
-                total = report
-            else:
-                steps[report.step] = report
+    found: list[StepReport] = []
+    problems: list[str] = []
+    for path in dict.fromkeys(part for given in paths for part in _parts(given.resolve())):
+        reports = list(_reports_in(path, problems))
+        alone = sum(report.scope == "rank" for report in reports)
+        if alone:
+            problems.append(f"{path}: {alone} reports are of a single rank, not of the group")
+        found += reports
+    steps = [report for report in found if report.kind == "step"]
     if not steps:
         raise DumpError(f"{paths[0]} holds no report of a step")
-    ordered = tuple(steps[step] for step in sort_steps(steps))
+    last = {report.step: report for report in steps}
+    ordered = (
+        *(report for report in steps if report.step is None),
+        *(last[step] for step in sort_steps(last) if step is not None),
+    )
+    total = next((report for report in reversed(found) if report.kind == "run"), None)
     causes = tuple(Causes(report.step, report.step, report.findings) for report in ordered if report.findings)
     return RunView(", ".join(map(str, paths)), ordered, total, causes, problems=tuple(problems))
+
+
+def _reports_in(path: Path, problems: list[str]) -> Iterator[StepReport]:
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), 1):
+            try:
+                yield _report(line)
+            except ValueError as error:
+                problems.append(f"{path}: line {number} is left out: {error}")
 
 
 def follow(path: Path, *, once: bool = False) -> Iterator[StepReport]:
@@ -66,38 +76,67 @@ def follow(path: Path, *, once: bool = False) -> Iterator[StepReport]:
         path: the log; it need not exist yet.
         once: end where the file ends.
     """
-    known: set[Path] = set()
-    followed = None
+    read = 0
     while True:
-        for part in _moved(path):
-            if part not in known and (followed is None or not os.path.samestat(part.stat(), followed)):
-                with part.open("rb") as file:
-                    yield from _reports_of(file, part, once=True)
-            known.add(part)
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            followed = os.fstat(file.fileno())
+        file = _open_after(path, read)
+        if file is None:
+            if once:
+                return
+            time.sleep(_POLL_SECONDS)
+            continue
+        with file:
             yield from _reports_of(file, path, once)
-        if once:
+            at = _number_of(file, path)
+        if once and at is None:
             return
-        time.sleep(_POLL_SECONDS)  # not there yet, or moved aside and not made anew
+        read = read if at is None else at
+
+
+def _open_after(path: Path, number: int) -> BinaryIO | None:
+    """Open the part of a log that follows the one of a number; None where it is not made yet.
+
+    The log is opened before its name as a moved part is looked for, since it may be moved aside, and be made anew, at
+    any time.
+    """
+    file = _open(path)
+    later = next((other for other in _numbers(path) if other > number), None)
+    if later is None:
+        return file
+    if file is not None:
+        file.close()
+    return _open(_part(path, later))
+
+
+def _open(path: Path) -> BinaryIO | None:
+    try:
+        return path.open("rb", buffering=0)  # a buffer would hold what is cut off meanwhile
+    except FileNotFoundError:
+        return None
 
 
 def _reports_of(file: BinaryIO, path: Path, once: bool) -> Iterator[StepReport]:
-    """Yield the reports of one file until another stands in its place."""
+    """Yield the reports of one file until another stands at the log's path."""
+    start = 0
     last_round = False
     while True:
-        start = file.tell()
-        line = file.readline(_MAX_LINE)
-        if line.endswith(b"\n") or len(line) == _MAX_LINE:
-            with contextlib.suppress(ValueError):  # a crash cut the line short
+        file.seek(start)
+        data = file.read(_MAX_LINE)
+        lines, end, _ = data.rpartition(b"\n")
+        for line in lines.split(b"\n") if end else ():
+            try:
                 yield _report(line)
+            except ValueError:
+                continue  # what a crash cut short
+        # A line that is not whole is read again: it may grow, or be cut off by the run's restart.
+        start += len(data) if len(data) == _MAX_LINE and not end else len(lines) + len(end)
+        if end:
             continue
-        # The line is not whole: it is read again from its start, for a restarted run cuts off what a crash left.
-        file.seek(start if os.fstat(file.fileno()).st_size >= start else 0)
         if last_round:
             return
         # What was written before the file was moved aside is still to be read.
         last_round = once or _was_replaced(file, path)
+        if os.fstat(file.fileno()).st_size < start:  # begun anew in its place
+            start = 0
         if not last_round:
             time.sleep(_POLL_SECONDS)
 
@@ -109,14 +148,37 @@ def _was_replaced(file: BinaryIO, path: Path) -> bool:
         return True
 
 
-def _moved(path: Path) -> list[Path]:
-    """Return what a log moved aside as it grew, oldest first: NAME.1.jsonl, NAME.2.jsonl, ..."""
-    parts = [other for other in path.parent.glob(f"{path.stem}.*{path.suffix}") if other.suffixes[-2][1:].isdecimal()]
-    return sorted(parts, key=natural_key)
+def _number_of(file: BinaryIO, path: Path) -> int | None:
+    """Return the number under which a log's file was moved aside, None if it was not."""
+    for number in _numbers(path):
+        if not _was_replaced(file, _part(path, number)):
+            return number
+    return None
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the files of one log, oldest first: NAME.1.jsonl, NAME.2.jsonl, ..., NAME.jsonl."""
+    return [*(_part(path, number) for number in _numbers(path)), path]
+
+
+def _part(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def _numbers(path: Path) -> list[int]:
+    numbered = re.compile(rf"{re.escape(path.stem)}\.([1-9][0-9]{{0,17}}){re.escape(path.suffix)}")
+    found = (numbered.fullmatch(other.name) for other in path.parent.glob("*"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def _report(line: bytes) -> StepReport:
-    values: Any = json.loads(line)
+    try:
+        values: Any = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected a report, got {type(values).__name__}")
-    return StepReport.from_dict(values)
+    report = StepReport.from_dict(values)
+    if "compared_token_count" not in report.metrics or not set(TOKEN_CLASSES) <= set(report.classes):
+        raise ValueError("not a step report: counts of tokens are missing")
+    return report
