@@ -1,0 +1,436 @@
+"""The command line: exit codes, streams, hostile texts, terminals, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from offline_views import record, steady, write
+from test_offline_logs import dump, log, report
+from typer.testing import CliRunner
+
+from rlk_audit.cli import tables
+from rlk_audit.cli.app import app
+from rlk_audit.cli.live import spark
+from rlk_audit.sinks.jsonl import JsonlSink
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+MODULE = [sys.executable, "-m", "rlk_audit"]
+EVIL = "\x1b]0;owned\x07\x1b[2J[bold red]x[/nothing]\r\n‮\x9b31m"
+STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f‮]")
+
+
+def rlk(*arguments: str | Path) -> Any:
+    """Run a command in this process, its streams apart."""
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+def process(*arguments: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    command = [*MODULE, *map(str, arguments)]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, **how)
+
+
+def refused(result: Any, *parts: str) -> None:
+    """One sentence on standard error, exit 2, no trace, nothing else."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and "Traceback" not in result.stderr, result.stderr
+    assert all(part in lines[0] for part in parts), lines[0]
+
+
+# --- report ---------------------------------------------------------------------------------------------------------
+
+
+def test_report_shows_the_figures_and_writes_them(tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl")
+    result = rlk("report", path, "--json", tmp_path / "a.json", "--html", tmp_path / "a.html", "--exact")
+    assert result.exit_code == 0, result.output
+    values = json.loads((tmp_path / "a.json").read_text())
+    assert f"{values['total']['metrics']['abs_dlogp_p99']:.4g}" in result.stdout
+    for text in ("tokens compared", "step 2", "by position", "worst tokens", "what made the drift", "exact"):
+        assert text in result.stdout
+    assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
+    assert re.fullmatch(r".*a\.html: [0-9.]+ MB\n", result.stderr)
+
+
+@pytest.mark.parametrize("command", ["report", "diagnose"])
+def test_json_stands_alone_on_standard_output(command: str, tmp_path: Path) -> None:
+    """Strict: no NaN, also where nothing was compared."""
+
+    def forbidden(name: str) -> None:
+        raise AssertionError(name)
+
+    for path in (dump(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", [record([math.nan], [-1.0])])):
+        result = rlk(command, path, "--json", "-")
+        assert (result.exit_code, result.stderr) == (0, "")
+        values = json.loads(result.stdout, parse_constant=forbidden)
+        causes = values if command == "diagnose" else values["causes"]
+        assert causes[0]["findings"][0]["code"] in ("healthy", "nothing_compared")
+
+
+def test_report_by_labels(tmp_path: Path) -> None:
+    labels = [{"engine": f"e{i}", "env": f"v{i}"} for i in range(3)]
+    path = write(tmp_path / "a.jsonl", [steady(i, 5, labels=labels[i]) for i in range(3)])
+    result = rlk("report", path, "--by", "engine", "--by", "engine")
+    assert "by engine" in result.stdout and "by env" not in result.stdout
+    refused(rlk("report", path, "--by", "nothing"), "no label nothing", "it has engine, env")
+
+
+def test_report_of_a_log(tmp_path: Path) -> None:
+    result = rlk("report", log(tmp_path / "a.jsonl", *(report(step, 0.01 * step) for step in range(30))))
+    assert result.exit_code == 0
+    assert "steps: the one of largest max in every 2" in result.stdout
+
+
+def test_a_log_of_other_quantiles_breaks_nothing(tmp_path: Path) -> None:
+    values = [json.loads(report(step).to_json()) for step in range(3)]
+    for one in values:
+        one["metrics"] = {"compared_token_count": 2}
+    path = write(tmp_path / "a.jsonl", values)
+    assert rlk("report", path).exit_code == rlk("compare", path, path).exit_code == 0
+    result = rlk("check", path, "--limit", "abs_dlogp_p99=1")
+    assert result.exit_code == 2 and "step 0 has no abs_dlogp_p99" in result.stderr
+
+
+# --- check ----------------------------------------------------------------------------------------------------------
+
+CI = """set -u
+cd {folder}
+{rlk} check good.jsonl --limit abs_dlogp_p99=0.5; echo good $?
+{rlk} check good.jsonl --limit abs_dlogp_p99=0.0001; echo bad $?
+{rlk} check missing.jsonl --limit abs_dlogp_p99=0.5; echo missing $?
+{rlk} check damaged.jsonl --limit abs_dlogp_p99=0.5; echo damaged $?
+{rlk} check good.jsonl --limit abs_dlogp_p99=0.0001 | head -c 0; echo closed ${{PIPESTATUS[0]}}
+"""
+
+
+def test_check_in_a_script(tmp_path: Path) -> None:
+    good = dump(tmp_path / "good.jsonl")
+    (tmp_path / "damaged.jsonl").write_text(good.read_text() + '{"train_log_probs": [')
+    script = CI.format(folder=tmp_path, rlk=" ".join(MODULE))
+    result = subprocess.run(["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    ends = [line for line in result.stdout.splitlines() if re.fullmatch(r"[a-z]+( \d)?", line)]
+    assert ends == ["good 0", "bad 1", "missing 2", "damaged 2", "closed 1"], result.stdout + result.stderr
+    assert "passed: 3 steps" in result.stdout and "FAILED: 3 in 3 steps" in result.stdout
+    assert "so this is no pass" in result.stdout
+    assert result.stderr.strip() == "error: missing.jsonl does not exist"
+
+
+def test_check_of_several_and_relative_limits(tmp_path: Path) -> None:
+    path = log(tmp_path / "a.jsonl", *(report(step, 0.1 if step < 30 else 0.9) for step in range(31)))
+    assert rlk("check", path, "--limit", "abs_dlogp_max<=1", "--limit", "abs_dlogp_max>=0.05").exit_code == 0
+    result = rlk("check", path, "--limit", "abs_dlogp_max=3x_median_20", "--limit", "abs_dlogp_mean>=0.2")
+    assert result.exit_code == 1
+    failed = result.stdout.splitlines()
+    assert sum("must be >= 0.2" in line for line in failed) == 30
+    assert sum("must be <= 0.3" in line for line in failed) == 1
+
+
+def test_check_by_a_median_of_too_few_steps_is_no_pass(tmp_path: Path) -> None:
+    path = log(tmp_path / "a.jsonl", *map(report, range(15)))
+    result = rlk("check", path, "--limit", "abs_dlogp_max=3x_median_20", "--limit", "abs_dlogp_p99=1")
+    assert result.exit_code == 2 and "abs_dlogp_max cannot be judged: 15 steps are too few" in result.stdout
+
+
+def test_check_by_a_baseline(tmp_path: Path) -> None:
+    good, worse = dump(tmp_path / "a.jsonl"), dump(tmp_path / "b.jsonl", 0.1)
+    accepted = tmp_path / "accepted.json"
+    assert rlk("report", good, "--json", accepted).exit_code == 0
+    assert rlk("check", good, "--baseline", accepted, "--ratio", "1").exit_code == 0
+    result = rlk("check", worse, "--baseline", accepted)
+    assert result.exit_code == 1 and "times the baseline's" in result.stdout
+    refused(rlk("check", good, "--baseline", good), "is no baseline")
+    refused(rlk("check", good, "--baseline", tmp_path / "none"), "cannot be read")
+    for ratio in ("0", "nan", "-1", "inf"):
+        refused(rlk("check", good, "--baseline", accepted, "--ratio", ratio), "positive number")
+
+
+def test_check_of_figures_of_samples(tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl")
+    assert rlk("check", path, "--limit", "abs_dlogp_sample_mean=1").exit_code == 0
+    assert rlk("check", path, "--limit", "abs_dlogp_sample_mean=1e-9").exit_code == 1
+
+
+def test_check_passes_nothing_that_compared_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [record([-1.0], [-1.0], mask=[0])])
+    result = rlk("check", path, "--limit", "abs_dlogp_p99=1")
+    assert result.exit_code == 1 and "nothing was compared" in result.stdout
+
+
+def test_check_of_a_rank_alone_is_no_pass(tmp_path: Path) -> None:
+    path = log(tmp_path / "a.jsonl", report(1, scope="rank"))
+    assert rlk("check", path, "--limit", "abs_dlogp_p99=1").exit_code == 2
+    assert rlk("check", path, "--limit", "abs_dlogp_p99=0.001").exit_code == 1
+
+
+# --- usage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["check", "DUMP"], "needs --limit, --contract or --baseline"),
+        (["check", "DUMP", "--limit", "abs_dlogp"], "expected METRIC=BOUND"),
+        (["check", "DUMP", "--limit", "abs_dlogp_p98=1"], "did you mean"),
+        (["check", "DUMP", "--limit", "abs_dlogp_p99=nan"], "must be a number"),
+        (["check", "DUMP", "--contract", "none.json"], "--dtype"),
+        (["check", "DUMP", "--contract", "none.json", "--dtype", "bfloat16"], "none.json"),
+        (["report", "none"], "none does not exist"),
+        (["report", "DUMP", "--format", "verl"], "the format must be one of auto"),
+        (["report", "DUMP", "--json", "none/a.json"], "none/a.json"),
+        (["report", "DUMP", "--html", "none/a.html"], "none"),
+        (["report", "DUMP", "--tokenizer", "none.json"], "expected a tokenizer.json"),
+        (["diagnose", "DUMP", "--json", "."], "directory"),
+        (["compare", "DUMP", "none"], "none does not exist"),
+        (["watch", "."], "directory"),
+    ],
+)
+def test_unusable_input(arguments: list[str], part: str, tmp_path: Path) -> None:
+    path = str(dump(tmp_path / "a.jsonl", count=2))
+    refused(rlk(*(path if one == "DUMP" else one for one in arguments)), part)
+
+
+@pytest.mark.parametrize("arguments", [["report"], ["check", "--nothing"], ["compare", "a"], ["nothing"], []])
+def test_unusable_usage(arguments: list[str]) -> None:
+    result = rlk(*arguments)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+
+
+def test_help_has_examples_a_line_each() -> None:
+    for command, line in {
+        "report": "rlk-audit report dumps/ --html page.html",
+        "check": "rlk-audit check dumps/ --baseline accepted.json --ratio 1.5",
+        "compare": "rlk-audit compare a.jsonl b.jsonl",
+        "diagnose": "rlk-audit diagnose dumps/ --json - | jq '.[0].findings'",
+        "watch": "rlk-audit watch runs/audit.jsonl",
+    }.items():
+        shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120"}).stdout
+        assert line in [shown.strip() for shown in shown.splitlines()], shown
+    shown = rlk("--help").stdout
+    assert all(command in shown for command in ("report", "check", "compare", "diagnose", "watch"))
+
+
+def test_both_ways_to_start_are_the_same() -> None:
+    script = "import sys; sys.argv[0] = 'rlk-audit'; from rlk_audit.__main__ import main; main()"
+    ways = [[*MODULE, "--help"], [sys.executable, "-c", script, "--help"]]
+    told = [subprocess.run(way, env=ENVIRONMENT, capture_output=True, text=True, timeout=60) for way in ways]
+    assert [one.returncode for one in told] == [0, 0] and not told[0].stderr
+    usage = [one.stdout.replace("python -m rlk_audit", "rlk-audit") for one in told]
+    assert usage[0].split() == usage[1].split()
+
+
+def test_completion() -> None:
+    environment = ENVIRONMENT | {
+        "_RLK_AUDIT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "rlk-audit di",
+        "COMP_CWORD": "1",
+    }
+    script = "import sys; sys.argv = ['rlk-audit']; from rlk_audit.__main__ import main; main()"
+    told = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert told.stdout.split() == ["diagnose"], told
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_a_missing_package_names_the_extra(package: str, tmp_path: Path) -> None:
+    write(tmp_path / f"{package}.py", [])
+    (tmp_path / f"{package}.py").write_text(f"raise ImportError('no module named {package}')")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    told = subprocess.run([*MODULE, "report", "x"], env=environment, capture_output=True, text=True, timeout=60)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.count("\n") == 1 and "pip install 'rlk_audit[report]'" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "extra"),
+    [("jinja2", ["--html", "page.html"], "report"), ("tokenizers", ["--tokenizer", "x.json"], "tokenizer")],
+)
+def test_an_optional_package_of_an_option(
+    package: str, arguments: list[str], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    path = dump(tmp_path / "a.jsonl", count=2)
+    refused(rlk("report", path, *arguments), f"rlk_audit[{extra}]")
+
+
+# --- compare and diagnose -------------------------------------------------------------------------------------------
+
+
+def test_compare(tmp_path: Path) -> None:
+    a, b = dump(tmp_path / "a.jsonl"), dump(tmp_path / "b.jsonl", 0.1)
+    same = rlk("compare", a, a)
+    assert same.exit_code == 0 and "identical: both hold the same samples" in same.stdout
+    other = rlk("compare", a, b)
+    for text in ("permutation test p = 0.001", "tokens that moved most", "12 samples are in both", "p99 B / A"):
+        assert text in other.stdout, text
+    logs = [log(tmp_path / f"{drift}.jsonl", report(1, drift), report(2, drift)) for drift in (0.1, 0.2)]
+    told = rlk("compare", *logs).stdout
+    assert "no test: a log holds no samples" in told and re.search(r"max +0\.1 +0\.2 +2\b", told)
+    assert rlk("compare", a, logs[0]).exit_code == 0
+
+
+def test_diagnose(tmp_path: Path) -> None:
+    records = [steady(index, 200) for index in range(12)]
+    for one in records:
+        one["train_log_probs"] = one["rollout_log_probs"]
+    told = rlk("diagnose", write(tmp_path / "a.jsonl", records)).stdout
+    assert "all tokens: self_comparison (100%)" in told and "check whether" in told
+    assert "the log holds no findings" in rlk("diagnose", log(tmp_path / "b.jsonl", report(1))).stdout
+
+
+# --- hostile texts --------------------------------------------------------------------------------------------------
+
+
+def hostile_dump(folder: Path) -> Path:
+    folder.mkdir()
+    records = [steady(i, 30, step=i % 2, labels={EVIL: f"{EVIL}{i}", "engine": f"[link=x]{i}"}) for i in range(6)]
+    (folder / f"{EVIL.replace('/', '')}.npz").write_bytes(b"PK\x03\x04 train_log_probs.npy")
+    return write(folder / "a.jsonl", records)
+
+
+def hostile_log(path: Path) -> Path:
+    lines = []
+    for step in range(3):
+        one = json.loads(report(step).to_json())
+        one["warnings"] = {EVIL: 3}
+        one["notes"], one["prefix"] = [EVIL], EVIL
+        one["breakdowns"] = {EVIL: [{"name": EVIL} | dict.fromkeys(BUCKET, 1)]}
+        one["verdict"] = {"passed": False, "limits": [], "violations": [EVIL]}
+        one["findings"] = [{"code": EVIL, "strength": 1, "evidence": {}, "check_first": EVIL, "summary": EVIL}]
+        one["ranks"] = [dict.fromkeys(one["ranks"][0], 0) | {"host": EVIL}]
+        one["worst_tokens"][0]["labels"] = {EVIL: EVIL}
+        lines.append(one)
+    return write(path, lines)
+
+
+BUCKET = (
+    "compared_token_count", "abs_dlogp_mean", "abs_dlogp_p50", "abs_dlogp_p99", "abs_dlogp_max", "tail_frac_ln2",
+)  # fmt: skip
+
+
+def test_texts_of_dumps_and_logs_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({EVIL: 0} | {f"{EVIL}{n}": n for n in range(1, 500)}, unk_token=EVIL)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    folder = hostile_dump(tmp_path / "dump").parent
+    read = hostile_log(tmp_path / "log.jsonl")
+    for arguments in (
+        ["report", folder, "--tokenizer", tmp_path / "tokenizer.json"], ["check", folder, "--limit", "ess0=0.1"],
+        ["compare", folder, read], ["diagnose", folder], ["report", read], ["diagnose", read],
+        ["check", read, "--limit", "abs_dlogp_max=0.01"], ["report", EVIL], ["check", folder, "--limit", EVIL],
+    ):  # fmt: skip
+        result = rlk(*arguments)
+        assert not STEERING.search(result.stdout + result.stderr), arguments
+        assert result.exit_code in (0, 1, 2)
+    assert "[bold red]x[/nothing]" in rlk("report", read).stdout
+
+
+def test_plain_text() -> None:
+    assert tables.plain_text("a b\x1b\n\ud800é日") == "a b\\x1b\\n\\ud800é日"
+    assert str(tables.line("[bold]\x9b")) == "[bold]\\x9b"
+    assert [tables.number(value) for value in (1234567, 0.123456, math.nan)] == ["1,234,567", "0.1235", "-"]
+
+
+# --- streams and terminals ------------------------------------------------------------------------------------------
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl")
+    for arguments in (f"report {path}", f"report {path} --json -"):
+        script = f"{' '.join(MODULE)} {arguments} | head -c 5 >/dev/null; echo ${{PIPESTATUS[0]}}"
+        result = subprocess.run(["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+        assert (result.stdout, result.stderr) == ("0\n", ""), arguments
+
+
+def test_nothing_moves_where_there_is_no_terminal(tmp_path: Path) -> None:
+    result = process("report", dump(tmp_path / "a.jsonl"))
+    assert result.stderr == "" and "\x1b" not in result.stdout
+
+
+class Terminal:
+    """A process whose streams are a pseudo-terminal."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        master, slave = pty.openpty()
+        environment = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "150", "LINES": "50"}
+        command = [*MODULE, *map(str, arguments)]
+        self.process = subprocess.Popen(command, env=environment, stdin=slave, stdout=slave, stderr=slave)
+        os.close(slave)
+        self.master, self.text = master, ""
+
+    def until(self, text: str, seconds: float = 60) -> str:
+        """Read until a text is shown, or the process ends."""
+        deadline = time.monotonic() + seconds
+        while text not in self.text and time.monotonic() < deadline:
+            if select.select([self.master], [], [], 0.1)[0]:
+                try:
+                    self.text += os.read(self.master, 1 << 16).decode(errors="replace")
+                except OSError:
+                    break
+        assert text in self.text, self.text[-3000:]
+        return self.text
+
+    def end(self, signal: int) -> int:
+        self.process.send_signal(signal)
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+            os.close(self.master)
+
+
+def test_bars_on_a_terminal(tmp_path: Path) -> None:
+    terminal = Terminal("report", dump(tmp_path / "a.jsonl"))
+    assert "scanning" in terminal.until("worst tokens")
+    assert terminal.end(0) == 0
+
+
+def test_watch_on_a_terminal_through_rotation_and_restart(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    terminal = Terminal("watch", path)
+    terminal.until("waiting for")
+    sink = JsonlSink(path, max_bytes=1)
+    for step in (101, 102, 103):
+        sink.write(report(step, 0.01 * step))
+        terminal.until(str(step))
+    sink.close()
+    with path.open("a") as file:
+        file.write('{"kind": "st')
+    sink = JsonlSink(path)
+    sink.write(report(55))
+    sink.close()
+    assert "\x1b[" in terminal.until(" 55 ") and "Traceback" not in terminal.text
+    assert terminal.end(2) == 0
+
+
+def test_watch_writes_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    path = hostile_log(tmp_path / "audit.jsonl")
+    command = [*MODULE, "watch", str(path)]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as watcher:
+        assert watcher.stdout is not None and watcher.stderr is not None
+        lines = [watcher.stdout.readline() for _ in range(6)]
+        watcher.send_signal(2)
+        assert (watcher.wait(20), watcher.stderr.read()) == (0, "")
+    assert [bool(re.search(rf"step {n} \|", lines[2 * n])) for n in range(3)] == [True] * 3
+    assert all("cause: " in line for line in lines[1::2])
+    assert not STEERING.search("".join(lines))
+
+
+def test_spark() -> None:
+    assert spark([0.0, 1.0, math.nan, 4.0]) == " ▂ █"
+    assert spark([]) == "" and spark([math.nan, 0.0]) == "  "
+    assert spark([math.inf, -9.0, 2.0]) == "  █"
