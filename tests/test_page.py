@@ -23,12 +23,13 @@ pytest.importorskip("plotly")
 
 import page_views as views
 
+from rlk_audit.config import AuditConfig
 from rlk_audit.page import page_html, write_page
 from rlk_audit.page.axes import LogScale
-from rlk_audit.page.distribution import SignedAxis, survival
+from rlk_audit.page.distribution import SignedAxis, survival, tail_chart
 from rlk_audit.page.step_lines import POINTS, thinned
-from rlk_audit.page.text import visible
-from rlk_audit.page.totals import outcome, worst_tokens
+from rlk_audit.page.text import quantile_share, visible
+from rlk_audit.page.totals import outcome, quantile_keys, worst_tokens
 from rlk_audit.run_view import RunView
 
 PLOTLY_BYTES = 5_000_000
@@ -149,6 +150,17 @@ def test_the_tail_counts_the_tokens_of_the_histogram(faulty: RunView) -> None:
         if low >= 0.25 or high <= -0.25
     )
     assert beyond[edge] == by_hand > 0
+
+
+def test_quantiles_stand_at_their_shares() -> None:
+    """The highest quantile is the largest value itself, which no share of a logarithmic axis is beyond."""
+    config = AuditConfig(quantiles=("0", "0.05", "0.5", "0.999", "1"))
+    report = views.small_report(1, 0.5, config)
+    assert [quantile_share(key) for key in quantile_keys(report.metrics)] == [0.0, 0.05, 0.5, 0.999, 1.0]
+    chart = tail_chart(report.histogram(), report.metrics)
+    (shown,) = (trace for trace in chart.data if trace["name"] == "quantiles")
+    marks = dict(zip(shown["text"], shown["y"], strict=True))
+    assert marks == pytest.approx({"p00": 1.0, "p05": 0.95, "p50": 0.5, "p99.9": 0.001})
 
 
 def test_the_signed_axis_is_monotone(faulty: RunView) -> None:

@@ -138,7 +138,8 @@ def tail_chart(histogram: Histogram, metrics: Mapping[str, float | int]) -> Char
     pairs += [(float(metrics["abs_dlogp_max"]), 1)] if metrics.get("abs_dlogp_max", math.nan) > 0 else []
     shares = LogScale.of([n / total for _, n in pairs])
     sizes = LogScale.of([size for size, _ in pairs])
-    marks = [(key, float(metrics[key]), 1 - quantile_share(key)) for key in quantile_keys(metrics) if metrics[key] > 0]
+    found = [(key, float(metrics[key]), 1 - quantile_share(key)) for key in quantile_keys(metrics)]
+    marks = [(key, size, share) for key, size, share in found if size > 0 and share > 0]  # both axes are logarithmic
     data = [
         {
             "type": "scatter",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from decimal import Decimal
 
 NOTHING = "\N{EN DASH}"
 """Shown where there is no number."""
@@ -71,7 +72,7 @@ def quantile_name(key: str) -> str:
 
 def quantile_share(key: str) -> float:
     """Return the share of tokens at or below a quantile: 0.999 for ``abs_dlogp_p99_9``."""
-    return float(f"0.{quantile_name(key)[1:].replace('.', '')}")
+    return float(Decimal(quantile_name(key)[1:]).scaleb(-2))
 
 
 def step_name(step: int | None) -> str:
