@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rlk_audit import AuditConfig, Collector, StepReport, TokenBatch
 from rlk_audit.diagnose import Finding, TokenTable, diagnose
+from rlk_audit.signatures.shape import BREAKS_LAW, _breaks_law
 
 STUDY = Path(__file__).parent.parent / "benchmarks" / "diagnosis"
 
@@ -259,6 +260,33 @@ def test_a_temperature_obeys_one_ratio_and_moved_weights_do_not(temperature: flo
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_one_odd_token_does_not_hide_a_temperature(temperature: float) -> None:
+    train, rollout = contexts(), normalised(contexts() / temperature)
+    drawn = np.array([np.random.default_rng(i).choice(400, p=np.exp(row)) for i, row in enumerate(rollout)])
+    t, r = (side[np.arange(len(drawn)), drawn] for side in (train, rollout))
+    odd = int(np.argmin(np.abs(t + 1.5)))
+    sharp, flat = (r, t) if temperature < 1 else (t, r)
+    sharp[odd] = flat[odd] - 3.0
+    assert of_lists(listed(np.split(t, 40)), listed(np.split(r, 40)))[0].code == "temperature"
+
+
+@pytest.mark.parametrize("sharper", [1, -1])
+def test_log_odds_beyond_any_ratio_of_temperatures_break_the_law(sharper: int) -> None:
+    """A ratio of 1.5 fits all but one token in twenty, whose log-odds fall behind it by a nat."""
+    random = np.random.default_rng(0)
+    flat = random.uniform(-6.0, 3.0, 600)
+    entropy = random.uniform(0.0, 6.0, 600)
+
+    def broken(behind: float) -> float:
+        sharp = 1.5 * flat + 0.5 * entropy * (np.arange(600) % 3 > 0)
+        sharp[::20] = 1.5 * flat[::20] - behind
+        sides = [(-np.log1p(np.exp(-odds)))[None].tolist() for odds in (sharp, flat)][::sharper]
+        return _breaks_law(TokenTable.from_lists(*sides), sharper)
+
+    assert broken(0.0) < BREAKS_LAW < broken(1.0)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_a_rank_that_scatters_about_a_temperature_is_named_beside_it(temperature: float) -> None:
     raw = contexts()
     ranks = [i % 4 for i in range(40)]
@@ -468,6 +496,9 @@ RECORDINGS = (
     "s45",
     "s46",
     "vllm34_processed",
+    "s51",
+    "s54",
+    "vllm52_processed",
 )
 """Tuning recordings: tests run while thresholds are changed, which must see no held-out one."""
 
@@ -514,6 +545,11 @@ HARD = (
     ("s25", "stale, tiny move", 0),
     ("s4", "stale, tiny move", 4),
     ("s46", "trainer at 0.7", 6),
+    ("vllm52_processed", "stale, large move", 1),
+    ("s15", "one engine stale, large move", 1),
+    ("s54", "one engine stale, large move", 0),
+    ("s51", "rollout top_k_20", 0),
+    ("s51", "trainer top_k_20", 0),
 )
 """Runs that were missed once."""
 

@@ -34,9 +34,12 @@ SETTINGS = {
     36: Setting("tune", 192, 128, 2, 40, 40, 120),
     39: Setting("tune", 4096, 128, 2, 40, 48, 120),
     40: Setting("tune", 896, 64, 2, 40, 48, 120),
-    51: Setting("held_out", 256, 128, 2, 40, 48, 250),
-    52: Setting("held_out", 768, 128, 2, 40, 40, 150),
-    53: Setting("held_out", 2048, 128, 2, 40, 48, 120),
+    51: Setting("tune", 256, 128, 2, 40, 48, 250),
+    52: Setting("tune", 768, 128, 2, 40, 40, 150),
+    53: Setting("tune", 2048, 128, 2, 40, 48, 120),
+    61: Setting("held_out", 160, 128, 2, 40, 48, 300),
+    62: Setting("held_out", 1024, 128, 2, 40, 40, 200),
+    63: Setting("held_out", 4608, 128, 2, 40, 48, 150),
 }
 SAMPLING = {
     "processed_logprobs": {

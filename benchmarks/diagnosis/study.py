@@ -21,8 +21,8 @@ from rlk_audit.diagnose import Finding, diagnose
 
 LEAST_RUNS, LEAST_HEALTHY, LEAST_PAIRS = 40, 30, 20
 """Runs of a kind; those that few recordings allow take more runs of each."""
-PER_RECORDING = 5
-"""... and at least so many runs of a recording."""
+PER_RECORDING = {"tune": 2, "held-out": 5}
+"""... and at least so many runs of a recording; there are three times as many to tune on."""
 FIRST = 3
 GOAL = 0.95
 """Of the runs of each kind, to be right."""
@@ -47,13 +47,13 @@ def located(kind: faults.Kind, findings: tuple[Finding, ...]) -> bool:
     return str(findings[0].evidence.get("where", "")).startswith(kind.where)
 
 
-def measure(kinds: tuple[faults.Kind, ...], found: list[Recording], least: int, verbose: bool) -> dict[str, Outcome]:
+def measure(kinds: tuple[faults.Kind, ...], found: list[Recording], least: int, split: str) -> dict[str, Outcome]:
     """Diagnose every run of every kind."""
     outcomes = {}
     for kind in kinds:
         outcome = outcomes[kind.name] = Outcome()
         usable = [recording for recording in found if faults.possible(kind, recording)]
-        runs = max(PER_RECORDING, math.ceil(least / max(len(usable), 1)))
+        runs = max(PER_RECORDING[split], math.ceil(least / max(len(usable), 1)))
         for recording in usable:
             for number in range(runs):
                 try:
@@ -65,7 +65,7 @@ def measure(kinds: tuple[faults.Kind, ...], found: list[Recording], least: int, 
                     continue
                 findings = diagnose(None, faults.table(run))
                 _count(outcome, kind, findings)
-                if verbose and not _right(kind, findings):
+                if split == "tune" and not _right(kind, findings):
                     told = "; ".join(f"{f.code} {f.strength:.2f}" for f in findings)
                     print(f"  miss: {kind.name} | {recording.name} {number}, {len(run)} samples | {told}")
                     print(f"        {findings[0].summary}")
@@ -127,10 +127,9 @@ def main() -> None:
         forbid_held_out()
     start = time.time()
     found = recordings(arguments.split.replace("-", "_"))
-    tuning = arguments.split == "tune"
-    single = measure(faults.SINGLE, found, LEAST_RUNS, tuning)
-    healthy = measure(faults.HEALTHY, found, LEAST_HEALTHY, tuning)
-    pairs = measure(faults.PAIRS, found, LEAST_PAIRS, tuning)
+    single = measure(faults.SINGLE, found, LEAST_RUNS, arguments.split)
+    healthy = measure(faults.HEALTHY, found, LEAST_HEALTHY, arguments.split)
+    pairs = measure(faults.PAIRS, found, LEAST_PAIRS, arguments.split)
     seeds = ", ".join(f"{r.name} (vocabulary {r.vocabulary})" for r in found)
     text = TEMPLATE.read_text(encoding="utf-8").format(
         seeds=seeds,
