@@ -1,4 +1,4 @@
-"""GrpoAudit in trainings of the real trl: the core's bits of the tokens that trl had, and a training that notices nothing.
+"""GrpoAudit in trainings of the real trl: the core's bits of the tokens that trl had; a training that notices nothing.
 
 Each training is a program of its own (trl_job.py), in one process or in two under torchrun.
 """

@@ -1,10 +1,10 @@
-"""A GRPO training of the real trl on a model of a few thousand weights, for test_trl.py; each process writes rank<N>.pt.
+"""A GRPO training of the real trl on a model of a few thousand weights, for test_trl.py; processes write rank<N>.pt.
 
     python trl_job.py --out DIR --sampler engine --audit
     torchrun --standalone --nproc-per-node 2 trl_job.py ...
 
-Samplers: `plain` is trl's own generation; `rollout_func` one of ours; `vllm` the real one in this process; `engine` stands
-in for it: trl's `VLLMGeneration` is replaced by a class of the same interface, and all else of trl's vLLM path is real.
+Samplers: `plain` is trl's own generation; `rollout_func` one of ours; `vllm` the real one in this process; `engine`
+stands in for it: trl's `VLLMGeneration` is replaced by a class of its interface, and all else of trl's path is real.
 The recorder that the tests trust wraps the trainer before the audit does, and knows nothing of it.
 """
 

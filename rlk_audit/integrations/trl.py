@@ -4,10 +4,10 @@
     GrpoAudit(trainer)  # every process
     trainer.train()
 
-The rollout side is the trainer's ``sampling_per_token_logps``, which TRL has with ``use_vllm=True`` or a ``rollout_func``;
-plain generation records none. The train side is what the loss takes for the old policy: ``old_per_token_logps``, or,
-where TRL leaves them out because no update lies between generation and loss, those of the training forward. So it is
-always drift before any update.
+The rollout side is the trainer's ``sampling_per_token_logps``, which TRL has with ``use_vllm=True`` or a
+``rollout_func``; plain generation records none. The train side is what the loss takes for the old policy:
+``old_per_token_logps``, or, where TRL leaves them out because no update lies between generation and loss, those of the
+training forward. So it is always drift before any update.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAMPLE_INDEX = "rlk_audit_sample_index"
 Batch = dict[str, Any]
 
 
-class GrpoAudit(TrainerCallback):  # type: ignore[misc]
+class GrpoAudit(TrainerCallback):
     """Collective: every process of the trainer must construct one, with the same arguments, before ``train``.
 
     It adds itself to the trainer's callbacks. A step of the audit is an optimizer step before which completions were
@@ -126,7 +126,7 @@ class GrpoAudit(TrainerCallback):  # type: ignore[misc]
         )
 
     def _sample_index(self, samples: int, device: torch.device) -> Tensor:
-        """Return each sample's place among those of all processes that were generated for this step, int64 [samples]."""
+        """Return each sample's place among those that all processes generated for this step, int64 [samples]."""
         accelerator = self._trainer.accelerator
         first = samples * (accelerator.num_processes * self._generations + accelerator.process_index)
         return torch.arange(first, first + samples, device=device)

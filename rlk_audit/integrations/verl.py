@@ -3,9 +3,9 @@
     RLK_AUDIT_MODE=audit python -m verl.trainer.main_ppo ... actor_rollout_ref.rollout.calculate_log_probs=True
 
 verl finds ``verl_plugin`` by itself, as an entry point of the group ``verl.plugins``. It wraps verl's
-``calculate_debug_metrics``, which the trainers call with the whole batch once ``old_log_probs`` were recomputed, and adds
-the audit's figures to what that returns. In bypass mode ``old_log_probs`` are the rollout's own: two copies of one thing
-are no comparison, so nothing is reported as compared.
+``calculate_debug_metrics``, which the trainers call with the whole batch once ``old_log_probs`` were recomputed, and
+adds the audit's figures to what that returns. In bypass mode ``old_log_probs`` are the rollout's own: two copies of one
+thing are no comparison, so nothing is reported as compared.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def token_batch(data: DataProto) -> TokenBatch:
     return TokenBatch(
         train,
         None if train.data_ptr() == rollout.data_ptr() and train.numel() else rollout,
-        batch["response_mask"] if "response_mask" in batch else attention,
+        batch.get("response_mask", attention),
         valid=attention,
         sample_index=torch.arange(samples)[:, None],
         token_position=torch.arange(length),
