@@ -5,6 +5,7 @@ Each training is a program of its own (trl_job.py), in one process or in two und
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -28,6 +29,11 @@ JOB = Path(__file__).with_name("trl_job.py")
 TIMEOUT = 240
 PREFIX = "rlk_audit/"
 VARIABLES = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+VLLM_IN_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_USE_AOT_COMPILE": "0",
+    "TORCHDYNAMO_DISABLE": "0",
+}  # fmt: skip
+"""trl's colocated vLLM on a CPU: trl reaches into its worker, which so must be of this process."""
 
 Run = dict[str, Any]
 Runner = Callable[..., list[Run]]
@@ -224,6 +230,28 @@ def of_ours(run: Run, figure: str) -> list[float]:
 
 def test_in_one_process_trl_says_the_same(train: Runner) -> None:
     (run,) = train("engine")
+    assert of_trl(run, "mean") == pytest.approx(of_ours(run, "mean"), rel=1e-6)
+    assert of_trl(run, "max") == pytest.approx(of_ours(run, "max"), rel=1e-6)
+
+
+def test_with_the_real_vllm(train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed: make test-integrations ENGINE=vllm")
+    for name, value in VLLM_IN_PROCESS.items():
+        monkeypatch.setenv(name, value)
+    settings = {
+        "max_steps": 2,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.1,
+        "vllm_max_model_length": 64,
+    }
+    (run,) = train("vllm", trl=json.dumps(settings))
+    assert len(run["reports"]) == 2
+    for report in run["reports"]:
+        given = pieces([run], report.step)
+        assert figures(report) == figures(core(given))
+        assert oracle.differences(report.metrics, expected_by_hand(given)) == []
+        assert 0.0 < report.metrics["abs_dlogp_max"] < 1.0
     assert of_trl(run, "mean") == pytest.approx(of_ours(run, "mean"), rel=1e-6)
     assert of_trl(run, "max") == pytest.approx(of_ours(run, "max"), rel=1e-6)
 
