@@ -86,7 +86,7 @@ def core(given: list[Run]) -> StepReport:
     return collector.compute()
 
 
-def expected_by_hand(given: list[Run]) -> oracle.Expected:
+def expected_by_hand(given: list[Run], worst_k: int = 4) -> oracle.Expected:
     """Brute force: only what is a position of a completion, token by token."""
     samples = []
     for piece in given:
@@ -102,7 +102,7 @@ def expected_by_hand(given: list[Run]) -> oracle.Expected:
                     token_ids=piece["ids"][row][:length],
                 )
             )
-    return oracle.audit(samples)
+    return oracle.audit(samples, worst_k=worst_k)
 
 
 def figures(report: StepReport) -> dict[str, str]:
@@ -121,6 +121,7 @@ CASES = [
     ("rollout_func", 2, "{}"),
     ("rollout_func", 1, '{"num_iterations": 2, "max_steps": 4}'),
     ("rollout_func", 1, '{"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 1}'),
+    ("rollout_func", 1, '{"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 2}'),
 ]
 
 
@@ -142,9 +143,9 @@ def test_the_figures_are_those_of_the_tokens_that_trl_had(train: Runner, sampler
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_worst_tokens_name_the_row_that_trl_generated(train: Runner, ranks: int) -> None:
     """Where trl recomputes, the recorder sees rows before the shuffle: their order is the one of trl's completions."""
-    runs = train("engine", ranks)
+    runs = train("engine", ranks, config='{"worst_k": 40}')  # so many that some lie on each rank
     for report in runs[0]["reports"]:
-        expected = expected_by_hand(pieces(runs, report.step)).worst
+        expected = expected_by_hand(pieces(runs, report.step), worst_k=40).worst
         found = [(t.sample_index, t.token_position, t.token_id, t.train_logp) for t in report.worst_tokens]
         assert found == [(t.sample_index, t.token_position, t.token_id, t.train_logp) for t in expected]
 

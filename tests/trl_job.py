@@ -116,6 +116,7 @@ class Recorder:
         def generated(inputs: Any) -> Any:
             batch = generate(inputs)
             self.old_known = "old_per_token_logps" in batch
+            self.first_pass = trainer.args.steps_per_generation
             if self.old_known:
                 self._keep(trainer, batch, batch["old_per_token_logps"])
             return batch
@@ -128,8 +129,9 @@ class Recorder:
         def loss(model: Any, inputs: Any) -> Any:
             value = compute_loss(model, inputs)
             self.losses.append(float(value))
-            if not self.old_known:
+            if not self.old_known and self.first_pass > 0:
                 self._keep(trainer, inputs, self._scored)
+            self.first_pass -= 1
             return value
 
         trainer._generate_and_score_completions, trainer._compute_loss = generated, loss
