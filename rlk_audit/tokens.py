@@ -27,6 +27,20 @@ _PER_SAMPLE = ("sample_index", "sample_slot", "rollout_id", "updates_since_rollo
 """Fields that may come as one value a sample; labels may too."""
 
 
+def own_shard(values: Any) -> Any:
+    """Return a DTensor's shard on this rank, and anything else as it is. No communication.
+
+    Raises:
+        TypeError: the DTensor is a partial sum, of which no rank holds a log-probability.
+    """
+    placements = getattr(values, "placements", None)
+    if placements is None:
+        return values
+    if any(placement.is_partial() for placement in placements):
+        raise TypeError(f"a DTensor of {placements} holds parts of sums; redistribute it to Shard or Replicate first")
+    return values.detach().to_local()
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """Log-probabilities of sampled tokens with what is known of each; build it with a ``from_*`` constructor.
@@ -65,6 +79,15 @@ class TokenBatch:
     refused_total: int = 0
     refusal: str | None = None
     fault: str | None = None
+
+    def own_shards(self) -> TokenBatch:
+        """Return the batch with each DTensor's shard on this rank in its place.
+
+        Raises:
+            TypeError: a DTensor is a partial sum.
+        """
+        fields = {name: own_shard(value) for name, value in vars(self).items() if name != "labels"}
+        return TokenBatch(**fields, labels={name: own_shard(codes) for name, codes in self.labels.items()})
 
     @classmethod
     def from_lists(

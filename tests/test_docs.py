@@ -36,7 +36,7 @@ def test_the_plain_example_of_the_readme_prints_what_it_says(capsys: pytest.Capt
 
 def test_the_example_of_torchmetrics_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "docs" / "integrations.md"
-    (block,) = blocks(path)
+    (block,) = [block for block in blocks(path) if "print(" in block]
     exec(block, {})
     assert f"```\n{capsys.readouterr().out}```" in path.read_text(encoding="utf-8")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -28,12 +29,13 @@ LEVELS = (
     ("measure", "run_total", "signatures"),
     ("collector", "evidence_table", "diagnose", "run_view"),
     ("allreduce", "dumps", "evidence", "limits", "sinks", "warning_log", "page"),
-    ("offline", "integrations"),
+    ("offline",),
     ("setting_values", "auditor"),
     ("settings",),
     ("megatron_groups",),
     ("megatron_plugin",),
     ("megatron_pretrain",),
+    ("integrations",),
     ("cli",),
     ("__main__",),
 )
@@ -52,8 +54,10 @@ NEED_A_PACKAGE = ("cli", "integrations")
 OPTIONAL = (
     "megatron", "torchmetrics", "rich", "transformers", "tensorboard", "wandb", "mlflow", "pandas", "pyarrow",
     "safetensors", "yaml", "hypothesis", "pytest", "vllm", "scipy", "matplotlib",
-    "jinja2", "plotly", "typer", "tokenizers",
+    "jinja2", "plotly", "typer", "tokenizers", "trl", "accelerate", "verl", "ray", "tensordict",
 )  # fmt: skip
+OF_INTEGRATIONS = ("torchmetrics", "trl", "verl")
+"""Packages whose tests an environment may lack: make test-integrations has them all."""
 
 
 def tree(name: str) -> ast.Module:
@@ -82,7 +86,39 @@ def part_of(name: str) -> str:
 
 
 def module(name: str) -> ModuleType:
+    for package in OF_INTEGRATIONS:
+        if package in imported_packages(name) and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: make test-integrations")
     return importlib.import_module(f"rlk_audit.{name}")
+
+
+def imported_packages(name: str) -> set[str]:
+    """Top-level packages that a module imports, its own modules' included."""
+    found = {dotted.split(".")[0] for dotted in imported(name)}
+    inner = {dotted.rsplit(".", 1)[0] for dotted in imported(name)} & {f"rlk_audit.{other}" for other in MODULES}
+    return found.union(
+        *(
+            imported_packages(other.removeprefix("rlk_audit."))
+            for other in inner
+            if other.startswith("rlk_audit.integrations.")
+        )
+    )
+
+
+@pytest.mark.parametrize("package", OF_INTEGRATIONS)
+def test_a_missing_package_is_told_in_one_sentence_with_its_extra(package: str) -> None:
+    """Also where it is installed: it is hidden here."""
+    script = (
+        "import sys\n"
+        f"sys.modules[{package!r}] = None\n"
+        f"try: import rlk_audit.integrations.{package}\n"
+        "except ImportError as error: print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent
+    )
+    assert result.stdout.count("\n") == 1, result.stderr
+    assert f"pip install 'rlk_audit[{package}]'" in result.stdout
 
 
 def test_every_module_has_its_level() -> None:

@@ -1,0 +1,114 @@
+"""VerlAudit: the audit of verl's batches, on its driver.
+
+    RLK_AUDIT_MODE=audit python -m verl.trainer.main_ppo ... actor_rollout_ref.rollout.calculate_log_probs=True
+
+verl finds ``verl_plugin`` by itself, as an entry point of the group ``verl.plugins``. It wraps verl's
+``calculate_debug_metrics``, which the trainers call with the whole batch once ``old_log_probs`` were recomputed, and
+adds the audit's figures to what that returns. In bypass mode ``old_log_probs`` are the rollout's own: two copies of one
+thing are no comparison, so nothing is reported as compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlk_audit.auditor import Auditor
+from rlk_audit.config import AuditConfig
+from rlk_audit.integrations.set_up import make_auditor
+from rlk_audit.report import StepReport
+from rlk_audit.sinks.base import logged_values
+from rlk_audit.tokens import TokenBatch
+
+try:
+    from verl import DataProto
+except ImportError as error:
+    raise ImportError(f"the audit of verl cannot be used ({error}): pip install 'rlk_audit[verl]'") from error
+
+logger = logging.getLogger(__name__)
+
+
+def token_batch(data: DataProto) -> TokenBatch:
+    """Return a batch's tokens; a sample's index is its row.
+
+    Args:
+        data: ``batch`` holds ``old_log_probs``, ``rollout_log_probs`` and ``responses`` [samples, length], and
+            ``response_mask`` of that shape, or ``attention_mask`` whose last columns are those of the responses.
+
+    The rollout side is None where ``old_log_probs`` is the same tensor, as in bypass mode.
+    """
+    batch = data.batch
+    train, rollout = batch["old_log_probs"], batch["rollout_log_probs"]
+    samples, length = batch["responses"].shape
+    attention = batch["attention_mask"][:, -length:] if "attention_mask" in batch else None
+    return TokenBatch(
+        train,
+        None if train.data_ptr() == rollout.data_ptr() and train.numel() else rollout,
+        batch.get("response_mask", attention),
+        valid=attention,
+        sample_index=torch.arange(samples)[:, None],
+        token_position=torch.arange(length),
+        token_ids=batch["responses"],
+    )
+
+
+class VerlAudit:
+    """The audit of batches that one process holds whole, as verl's driver does; each batch is a step.
+
+    The auditor and its sinks are made with the first batch, so that a process without one opens none.
+
+    Args:
+        config: the audit's settings; ``RLK_AUDIT_*`` variables go before it.
+
+    Attributes:
+        steps: batches so far; verl gives no number, so it is that of the next report.
+    """
+
+    def __init__(self, config: AuditConfig | None = None) -> None:
+        self._config = config
+        self._auditor: Auditor | None = None
+        self.steps = 0
+        self._told_bypass = False
+
+    def step(self, data: DataProto) -> StepReport | None:
+        """Audit a batch (see ``token_batch``); return its report, None in mode ``off`` and, with ``lag=1``, at first.
+
+        Raises:
+            ConsistencyError: the mode is ``strict`` and the step failed its verdict.
+        """
+        self._auditor = self._auditor or make_auditor(self._config)
+        self.steps += 1
+        batch = token_batch(data)
+        if batch.rollout_log_probs is None and not self._told_bypass:
+            self._told_bypass = True
+            logger.warning(
+                "old_log_probs are the rollout's own log-probabilities (bypass mode): there is nothing to compare them "
+                "with; verl recomputes them with algorithm.rollout_correction.bypass_mode=False"
+            )
+        self._auditor.update(batch)
+        return self._auditor.step(self.steps)
+
+    def wrap_debug_metrics(self, calculate: Callable[[DataProto], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Return verl's function with the audit's figures beside its own."""
+
+        @functools.wraps(calculate)
+        def debug_and_audit(data: DataProto) -> dict[str, Any]:
+            found = calculate(data)
+            report = self.step(data)
+            return found if report is None else found | logged_values(report)
+
+        return debug_and_audit
+
+    def wrap_bypass(self, apply_bypass_mode: Callable[..., None]) -> Callable[..., None]:
+        """Return verl's function, after which the step is audited as one in which nothing can be compared."""
+
+        @functools.wraps(apply_bypass_mode)
+        def bypass_and_audit(batch: DataProto, *args: Any, **kwargs: Any) -> None:
+            apply_bypass_mode(batch, *args, **kwargs)
+            self.step(batch)
+
+        return bypass_and_audit
