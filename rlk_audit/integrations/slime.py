@@ -86,6 +86,8 @@ class SlimeAudit:
     def __init__(self, config: AuditConfig | None = None, dialect: Dialect | None = None, **options: Any) -> None:
         self.audit: MegatronAudit | None = None
         """The registered audit, from the first rollout on."""
+        self.report: StepReport | None = None
+        """The report of the last step that ended, on ranks of the last pipeline stage."""
         self._config = config
         self._dialect = dialect or Dialect()
         self._options = options
@@ -214,9 +216,9 @@ class SlimeAudit:
         )
 
     def _end(self, audit: MegatronAudit, args: Any, rollout: _Rollout) -> None:
-        report = audit.step_end(rollout.number)
-        if report is not None and self._is_main_rank:
-            self._track(args, report, rollout.steps)
+        self.report = audit.step_end(rollout.number)
+        if self.report is not None and self._is_main_rank:
+            self._track(args, self.report, rollout.steps)
 
     @property
     def _is_main_rank(self) -> bool:
