@@ -1,4 +1,4 @@
-"""Megatron-LM's reinforcement learning on several ranks, on a HARNESS: whole sequences on every context-parallel rank."""
+"""Megatron-LM's reinforcement learning on ranks, on a HARNESS: whole sequences on every context-parallel rank."""
 
 from __future__ import annotations
 
