@@ -20,6 +20,7 @@ class ParallelGroups:
 
     dp: Group = None
     dp_cp: Group = None
+    cp: Group = None
     tp: Group = None
     pp: Group = None
     mp: Group = None
@@ -43,7 +44,7 @@ def resolve_groups(model: Any = None, pg_collection: Any = None) -> ParallelGrou
     # Several modules each have a collection (megatron-core 0.19); the policy is the language model.
     if hasattr(collection, "get_language_model_collection"):
         collection = collection.get_language_model_collection()
-    found = {name: getattr(collection, name, None) for name in ("dp", "dp_cp", "tp", "pp", "mp")}
+    found = {name: getattr(collection, name, None) for name in ("dp", "dp_cp", "cp", "tp", "pp", "mp")}
     # With weights re-materialised over peers that hold other data (0.19), this is the group of all of it.
     found["dp_cp"] = getattr(collection, "dp_cp_gtp_remat", None) or found["dp_cp"]
     for name, group in _parallel_state_groups().items():
@@ -70,6 +71,7 @@ def _parallel_state_groups() -> dict[str, Group]:
     return {
         "dp": parallel_state.get_data_parallel_group(),
         "dp_cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "cp": parallel_state.get_context_parallel_group(),
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "pp": parallel_state.get_pipeline_model_parallel_group(),
         "mp": parallel_state.get_model_parallel_group(),

@@ -34,3 +34,25 @@ def locate(index: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
 def per_sample(values: Tensor, sample: Tensor, beyond: int) -> Tensor:
     """Spread one value a sample over its tokens; packed padding, behind the last sample, gets ``beyond``."""
     return torch.cat([values, values.new_full((1,), beyond)])[sample]
+
+
+def zigzag_spans(total: int, response: int, padded: int, cp_rank: int, cp_size: int) -> tuple[range, range]:
+    """Return the two runs of response tokens that one context-parallel rank holds.
+
+    The sequence, padded to a multiple of 2 * cp_size, is cut into that many chunks; a rank has its own and the one as
+    far from the end. It scores the token behind each of its positions, so that token t belongs to where t - 1 lies.
+
+    Args:
+        total, response: tokens of the sequence and of its response, which is its end.
+        padded: length that the cut is made of: ``total``, or that of the batch's padded rows.
+    """
+    if cp_size == 1:
+        return range(response), range(0)
+    chunk = -(-padded // (2 * cp_size))
+    prompt = total - response
+
+    def span(number: int) -> range:
+        start, stop = max(number * chunk + 1, prompt), min((number + 1) * chunk + 1, total)
+        return range(start - prompt, max(start, stop) - prompt)
+
+    return span(cp_rank), span(2 * cp_size - 1 - cp_rank)

@@ -110,7 +110,7 @@ class TokenBatch:
         ``mask`` every token is active. Per-sample sequences have one entry a sample, None where it is unknown. A sample
         whose lists differ in length is refused whole, the others count.
         """
-        return _or_fault(
+        return or_fault(
             lambda: cls._from_lists(
                 train_log_probs,
                 {
@@ -172,7 +172,7 @@ class TokenBatch:
             places = _Places(position, len(train))
             return places.batch(train, rollout_log_probs, mask, response_start, index_scores, fields)
 
-        return _or_fault(build)
+        return or_fault(build)
 
     @classmethod
     def from_packed(
@@ -210,7 +210,7 @@ class TokenBatch:
             places = _Places(position, samples, sample, position < last)
             return places.batch(train, rollout, masks, _or_zero(response_start), index_scores, own)
 
-        return _or_fault(build)
+        return or_fault(build)
 
     @classmethod
     def from_cp_shard(
@@ -277,9 +277,9 @@ class TokenBatch:
             return places.batch(train, rollout, masks, _or_zero(response_start), index_scores, own)
 
         if cu_seqlens_padded is not None:
-            return _or_fault(lambda: build_packed(cu_seqlens_padded))
+            return or_fault(lambda: build_packed(cu_seqlens_padded))
         assert seq_length is not None
-        return _or_fault(lambda: build_padded(seq_length))
+        return or_fault(lambda: build_padded(seq_length))
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ class _Places:
         return TokenBatch(train, rollout, mask, labels=labels, **spread)
 
 
-def _or_fault(build: Callable[[], TokenBatch]) -> TokenBatch:
+def or_fault(build: Callable[[], TokenBatch]) -> TokenBatch:
     """Return the batch, or one that holds why the data make none: an exception would leave the other ranks waiting."""
     try:
         return build()

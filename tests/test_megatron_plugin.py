@@ -17,7 +17,7 @@ from rlk_audit import AuditConfig, Auditor, ConsistencyError, StepReport, TokenB
 from rlk_audit.megatron_plugin import MegatronAudit, ParallelGroups, add_rlk_args, register, resolve_groups
 
 CHUNK = SimpleNamespace(training=True)
-GROUPS = ("dp", "dp_cp", "tp", "pp", "mp")
+GROUPS = ("dp", "dp_cp", "cp", "tp", "pp", "mp")
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +166,7 @@ def parallel_state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         asked=asked,
         initialized=True,
         get_data_parallel_group=getter("dp"),
+        get_context_parallel_group=getter("cp"),
         get_tensor_model_parallel_group=getter("tp"),
         get_pipeline_model_parallel_group=getter("pp"),
         get_model_parallel_group=getter("mp"),
@@ -178,7 +179,7 @@ def parallel_state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_parallel_state_is_asked_last(parallel_state: SimpleNamespace) -> None:
     assert resolve_groups() == groups("state")
     assert resolve_groups(None, collection("given", "dp", "pp")) == ParallelGroups(
-        dp="given dp", dp_cp="state dp_cp", tp="state tp", pp="given pp", mp="state mp"
+        dp="given dp", dp_cp="state dp_cp", cp="state cp", tp="state tp", pp="given pp", mp="state mp"
     )
     assert resolve_groups(Holder(pg_collection=collection("model"))) == groups("model")
     assert not [name for name, kwargs in parallel_state.asked if kwargs.get("partial_data_parallel")]

@@ -19,6 +19,7 @@ from rlk_audit.dumps.faults import Faults, SampleError
 from rlk_audit.dumps.naming import listed
 from rlk_audit.dumps.rank_files import SIDES, RankFile, entry, is_column, load
 from rlk_audit.dumps.sample import Bools, DumpError, DumpPart, DumpSample, Floats, Ints, Label, ReadOptions, Tell
+from rlk_audit.places import zigzag_spans
 
 _IDENTITY = ("sample_indices", "partition", "total_lengths", "response_lengths", "tokens")
 """Columns that are equal on all ranks of one data-parallel shard, and on no others."""
@@ -137,28 +138,6 @@ def _length(values: Any) -> int:
 
 
 # --- one sample -----------------------------------------------------------------------------------------------------
-
-
-def zigzag_spans(total: int, response: int, padded: int, cp_rank: int, cp_size: int) -> tuple[range, range]:
-    """Return the two runs of response tokens that one context-parallel rank holds.
-
-    The sequence, padded to a multiple of 2 * cp_size, is cut into that many chunks; a rank has its own and the one as
-    far from the end. It scores the token behind each of its positions, so that token t belongs to where t - 1 lies.
-
-    Args:
-        total, response: tokens of the sequence and of its response, which is its end.
-        padded: length that the cut is made of: ``total``, or that of the batch's padded rows.
-    """
-    if cp_size == 1:
-        return range(response), range(0)
-    chunk = -(-padded // (2 * cp_size))
-    prompt = total - response
-
-    def span(number: int) -> range:
-        start, stop = max(number * chunk + 1, prompt), min((number + 1) * chunk + 1, total)
-        return range(start - prompt, max(start, stop) - prompt)
-
-    return span(cp_rank), span(2 * cp_size - 1 - cp_rank)
 
 
 def _spans_of(file: RankFile, row: int, cp_rank: int, cp_size: int) -> tuple[range, range] | None:

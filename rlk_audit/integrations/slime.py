@@ -1,0 +1,438 @@
+"""The audit of a training with slime, or with a fork of it, through functions that its options name.
+
+Where slime recomputes the log-probabilities of a rollout before it trains on it:
+
+    --rollout-data-postprocess-path rlk_audit.integrations.slime.rollout_data_postprocess
+
+Where the training forward alone has them, and in miles:
+
+    --use-tis --custom-tis-function-path rlk_audit.integrations.slime.tis
+    --rollout-data-postprocess-path rlk_audit.integrations.slime.begin_rollout
+
+slime knows functions by their names, so one ``SlimeAudit`` serves the process. A module of yours may make another, with
+settings in code, and name its methods in the same options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlk_audit.allreduce import agree_on_layout, group_place
+from rlk_audit.config import AuditConfig
+from rlk_audit.megatron_groups import ParallelGroups, resolve_groups
+from rlk_audit.megatron_plugin import MegatronAudit, register
+from rlk_audit.metadata import FIELDS, KEY_PREFIX, batch_fields, partition_metadata
+from rlk_audit.places import Shard, zigzag_spans
+from rlk_audit.ragged import join
+from rlk_audit.report import StepReport
+from rlk_audit.sinks.base import logged_values
+from rlk_audit.tokens import TokenBatch, or_fault
+
+logger = logging.getLogger(__name__)
+
+TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+TisFunction = Callable[..., TisResult]
+
+TRACKERS = (
+    "slime.observability.logging_utils",
+    "slime.utils.logging_utils",
+    "vime.observability.logging_utils",
+    "vime.utils.logging_utils",
+    "miles.utils.tracking_utils.tracking",
+)
+"""Modules whose ``log(args, metrics, step_key)`` writes to the trackers of the training, where they are loaded."""
+TOP_P_REPLAY = "rollout_top_p_token_ids"
+"""The column with the tokens that the engine kept, over which the trainer renormalises too."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What differs between slime and a fork.
+
+    Attributes:
+        mode: parsed arguments -> the mode where no setting of the audit gives one.
+        values: report -> what goes to the training's trackers, by key.
+        step_key: the key of the step there.
+    """
+
+    mode: Callable[[Any], str] = lambda args: "audit"
+    values: Callable[[StepReport], dict[str, float]] = logged_values
+    step_key: str = "rollout/step"
+
+
+class SlimeAudit:
+    """The audit of one process of a training with slime; a step of it is a rollout, by its ``rollout_id``.
+
+    It registers at the first call of ``rollout_data_postprocess`` or ``begin_rollout``, of which a training uses one.
+    The settings are those of ``megatron_plugin.register``: attributes of slime's arguments (of a
+    ``--custom-config-path``), variables ``RLK_AUDIT_<NAME>``, a YAML file, and what is given here.
+
+    Args:
+        config: the audit's settings; if not given the clip interval is that of the training's arguments.
+        dialect: what the framework calls things.
+        options: further keyword arguments of ``register``, such as ``sinks``.
+    """
+
+    def __init__(self, config: AuditConfig | None = None, dialect: Dialect | None = None, **options: Any) -> None:
+        self.audit: MegatronAudit | None = None
+        """The registered audit, from the first rollout on."""
+        self.report: StepReport | None = None
+        """The report of the last step that ended, on ranks of the last pipeline stage."""
+        self._config = config
+        self._dialect = dialect or Dialect()
+        self._options = options
+        self._groups = ParallelGroups()
+        self._open: _Rollout | None = None
+        self._told: set[str] = set()
+
+    def rollout_data_postprocess(self, args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+        """Collective: every rank of the training must call this. Audits the rollout's recomputed log-probabilities.
+
+        Args:
+            args: slime's parsed arguments.
+            rollout_id: the rollout's number.
+            rollout_data: slime's columns, one entry a sample: ``log_probs, rollout_log_probs`` (float [this
+                context-parallel rank's response tokens]), ``loss_masks, tokens`` (whole), ``total_lengths,
+                response_lengths, micro_batch_indices``, and what is known of the samples. Nothing of it is changed.
+
+        Raises:
+            ConsistencyError: the mode is ``strict`` and the rollout failed its verdict.
+            LayoutMismatchError, ValueError, ImportError, OSError: as ``register``, at the first call.
+        """
+        audit = self._registered(args, rollout_data, "old")
+        rollout = self._rollout(audit, rollout_id, rollout_data)
+        if audit.owns_report:
+            self._observe_rollout(audit, rollout, rollout_data)
+        self._end(audit, args, rollout)
+
+    def begin_rollout(
+        self, args: Any, rollout_id: int | None = None, rollout_data: Mapping[str, Any] | None = None
+    ) -> None:
+        """Collective: every rank of the training must call this before each rollout is trained on.
+
+        Ends the step of the rollout before, of which ``tis`` saw the log-probabilities, and notes whose tokens ``tis``
+        will see. miles calls it with ``args`` alone: then rollouts are counted from 0, and samples have no index.
+
+        Raises:
+            ConsistencyError: the mode is ``strict`` and the rollout before failed its verdict.
+            LayoutMismatchError, ValueError, ImportError, OSError: as ``register``, at the first call.
+        """
+        data = {} if rollout_data is None else rollout_data
+        audit = self._registered(args, data, "current")
+        before, self._open = self._open, None
+        if before is not None:
+            self._end(audit, args, before)
+        number = rollout_id if rollout_id is not None else 0 if before is None else before.number + 1
+        self._open = self._rollout(audit, number, data)
+
+    def tis(
+        self,
+        args: Any,
+        *,
+        pg_loss: Tensor,
+        train_log_probs: Sequence[Tensor],
+        rollout_log_probs: Sequence[Tensor],
+        loss_masks: list[Tensor],
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        max_seq_lens: Sequence[int] | None = None,
+        **others: Any,
+    ) -> TisResult:
+        """Audit one micro-batch of the policy loss; no communication.
+
+        Args:
+            args: slime's parsed arguments.
+            pg_loss: the policy loss of each token.
+            train_log_probs, rollout_log_probs: one float tensor a sample, this context-parallel rank's tokens of it.
+            loss_masks: one tensor a sample, of its whole response.
+            total_lengths, response_lengths: tokens of each sample and of its response.
+            max_seq_lens: lengths of the padded rows, where miles trains in the format ``bshd``.
+            others: what else the framework hands over.
+
+        Returns:
+            ``(pg_loss, loss_masks, {})``: the caller's own loss and masks, untouched, and no metrics.
+
+        Raises:
+            RuntimeError: no ``begin_rollout`` came before, so that no step would end.
+        """
+        if self.audit is None or self._open is None:
+            raise RuntimeError(
+                "the audit's TIS function needs --rollout-data-postprocess-path "
+                "rlk_audit.integrations.slime.begin_rollout, which ends its steps"
+            )
+        if self.audit.owns_report:
+            self._tell_of_reuse(train_log_probs, rollout_log_probs)
+            padded = max_seq_lens if getattr(args, "qkv_format", "thd") != "thd" else None
+            slices = _Slices(train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, padded)
+            self._observe_microbatch(self.audit, self._open, slices)
+        return pg_loss, loss_masks, {}
+
+    def wrap_tis(self, tis_function: TisFunction) -> TisFunction:
+        """Return a TIS function that audits, and returns what the given one makes of the same arguments."""
+
+        @functools.wraps(tis_function)
+        def audited(args: Any, **given: Any) -> TisResult:
+            self.tis(args, **given)
+            return tis_function(args, **given)
+
+        return audited
+
+    # --- set-up and end of a step -------------------------------------------------------------------------------------
+
+    def _registered(self, args: Any, data: Mapping[str, Any], forward: str) -> MegatronAudit:
+        if self.audit is None:
+            self._groups = resolve_groups()
+            try:
+                config = self._settings(args, data)
+            except ValueError as error:  # of a variable of this rank alone: the others must not wait for it
+                agree_on_layout(None, failure=error)
+                raise
+            self.audit = register(args, config=config, forward=forward, **self._options)
+        return self.audit
+
+    def _settings(self, args: Any, data: Mapping[str, Any]) -> AuditConfig:
+        config = self._config or AuditConfig(mode=self._dialect.mode(args), **_clip_interval(args))
+        sampling = {name: getattr(args, name, None) for name in ("rollout_top_p", "rollout_top_k")}
+        replayed = TOP_P_REPLAY in data
+        if _filters(**sampling) and not replayed:
+            self._warn(
+                f"the engine samples from filtered tokens ({sampling}) and the trainer scores over all: where the "
+                "engine's log-probabilities are those of the filtered distribution, every d is low by the log of "
+                "the kept mass"
+            )
+        told = {name: str(value) for name, value in sampling.items() if value is not None}
+        return dataclasses.replace(
+            config, train_filter=config.train_filter or replayed, metadata={**told, **config.metadata}
+        )
+
+    def _end(self, audit: MegatronAudit, args: Any, rollout: _Rollout) -> None:
+        self.report = audit.step_end(rollout.number)
+        if self.report is not None and self._is_main_rank:
+            self._track(args, self.report, rollout.steps)
+
+    @property
+    def _is_main_rank(self) -> bool:
+        """Whether this is the rank that slime logs from."""
+        return group_place(self._groups.dp_cp)[0] == 0 and (
+            self._groups.tp is None or group_place(self._groups.tp)[0] == 0
+        )
+
+    def _track(self, args: Any, report: StepReport, steps: int) -> None:
+        """Write the report to the training's own trackers, and never let them stop it."""
+        log = next((sys.modules[name].log for name in TRACKERS if name in sys.modules), None)
+        if log is None or report.step is None:
+            return
+        key = self._dialect.step_key
+        try:
+            log(args, {**self._dialect.values(report), key: report.step * steps}, step_key=key)
+        except Exception as error:
+            self._warn(f"the trackers of the training took no report of the audit: {error}")
+
+    def _warn(self, sentence: str) -> None:
+        """Log once."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            logger.warning("%s", sentence)
+
+    # --- tokens -------------------------------------------------------------------------------------------------------
+
+    def _observe_rollout(self, audit: MegatronAudit, rollout: _Rollout, data: Mapping[str, Any]) -> None:
+        if data.get("log_probs") is None:
+            self._warn(
+                "slime did not recompute log_probs, so there is nothing to compare: it does with "
+                "--get-mismatch-metrics; the training forward's are audited by begin_rollout and tis"
+            )
+            return
+        whole = [range(len(data["response_lengths"]))]
+        for number, rows in enumerate(data.get("micro_batch_indices") or whole):
+
+            def build(rows: Sequence[int] = rows) -> TokenBatch:
+                slices = _Slices.of_rows(data, rows)
+                return slices.batch(self._shard, **rollout.fields(rows, self._config_of(audit)))
+
+            audit.observe(or_fault(build), microbatch=number)
+
+    def _observe_microbatch(self, audit: MegatronAudit, rollout: _Rollout, slices: _Slices) -> None:
+        """Observe a micro-batch of the loss, unless it is evaluated a second time, as recomputation does."""
+        key = tuple((values.data_ptr(), values.numel()) for values in slices.rollout or ())
+        if key in rollout.seen:
+            return
+        number = rollout.seen.setdefault(key, len(rollout.seen))
+
+        def build() -> TokenBatch:
+            rows = [rollout.rows.get(id(values)) for values in slices.rollout or ()]
+            return slices.batch(self._shard, **rollout.fields(rows, self._config_of(audit)))
+
+        audit.observe(or_fault(build), microbatch=number)
+
+    def _rollout(self, audit: MegatronAudit, number: int, data: Mapping[str, Any]) -> _Rollout:
+        """Return what is to be known of a rollout while it is trained on; no tensor of it is kept."""
+        config = self._config_of(audit)
+        rollout = _Rollout(number, max(len(data.get("num_microbatches") or ()), 1))
+        if config is None or not data:
+            return rollout
+        named = {"sample_index": data.get("partition"), **data} if data.get("sample_indices") is None else data
+        samples = range(len(data["response_lengths"]))
+        try:
+            (rollout.metadata,) = partition_metadata(named, [samples], (*FIELDS, *config.caller_labels))
+        except (ValueError, TypeError) as error:
+            self._warn(f"what the rollout tells of its samples cannot be used: {error}")
+        rollout.slots = data.get("partition")
+        rollout.rows = {id(values): row for row, values in enumerate(data.get("rollout_log_probs") or ())}
+        return rollout
+
+    @staticmethod
+    def _config_of(audit: MegatronAudit) -> AuditConfig | None:
+        return None if audit.auditor is None else audit.auditor.config
+
+    @property
+    def _shard(self) -> Shard:
+        rank, size = (0, 1) if self._groups.cp is None else group_place(self._groups.cp)
+        return Shard(rank, size, "zigzag")
+
+    def _tell_of_reuse(self, train: Sequence[Tensor], rollout: Sequence[Tensor]) -> None:
+        same = [t.data_ptr() == r.data_ptr() for t, r in zip(train, rollout, strict=False) if t.numel()]
+        if same and all(same):
+            self._warn(
+                "the training hands the rollout's log-probabilities over as the trainer's (--use-rollout-logprobs), so "
+                "the audit compares them with themselves: no drift can show"
+            )
+
+
+@dataclass
+class _Rollout:
+    """What is known of a rollout.
+
+    Attributes:
+        number: its id.
+        steps: optimizer steps that it is trained in.
+        metadata: the audit's columns, one entry a sample.
+        slots: each sample's place in the whole rollout.
+        rows: identity of a sample's rollout log-probabilities -> the sample's place here.
+        seen: micro-batches that came, by where their rollout log-probabilities lie, and their numbers.
+    """
+
+    number: int
+    steps: int = 1
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    slots: Sequence[int] | None = None
+    rows: dict[int, int] = field(default_factory=dict)
+    seen: dict[tuple[tuple[int, int], ...], int] = field(default_factory=dict)
+
+    def fields(self, rows: Sequence[int | None], config: AuditConfig | None) -> dict[str, Any]:
+        """Return what the collector is told of the samples at these places; nothing if one of them is not known."""
+        known = [row for row in rows if row is not None]
+        if config is None or len(known) != len(rows) or not self.metadata:
+            return {}
+        names = [name.removeprefix(KEY_PREFIX) for name in self.metadata]
+        (part,) = partition_metadata(self.metadata, [known], names)
+        slots = {} if self.slots is None else {"sample_slot": torch.tensor([int(self.slots[row]) for row in known])}
+        return batch_fields(part, config) | slots
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Samples of which this context-parallel rank has its tokens' log-probabilities, and the masks whole.
+
+    Attributes:
+        train, rollout: one float tensor a sample, [tokens of its response that this rank scores].
+        masks: one tensor a sample, [response].
+        totals, responses: tokens of each sample, and of its response, which is its end.
+        padded: lengths that the cut was made of, where they are not the samples' own.
+        tokens: one tensor a sample, [total].
+    """
+
+    train: Sequence[Tensor]
+    rollout: Sequence[Tensor] | None
+    masks: Sequence[Tensor]
+    totals: Sequence[int]
+    responses: Sequence[int]
+    padded: Sequence[int] | None = None
+    tokens: Sequence[Tensor] | None = None
+
+    @classmethod
+    def of_rows(cls, data: Mapping[str, Any], rows: Sequence[int]) -> _Slices:
+        """Return the samples at these places of slime's columns."""
+
+        def column(name: str) -> list[Any] | None:
+            return None if data.get(name) is None else [data[name][row] for row in rows]
+
+        needed = ("loss_masks", "total_lengths", "response_lengths")
+        masks, totals, responses = (column(name) or [] for name in needed)
+        train, rollout, tokens = (column(name) for name in ("log_probs", "rollout_log_probs", "tokens"))
+        return cls(train or [], rollout, masks, totals, responses, tokens=tokens)
+
+    def batch(self, shard: Shard, **fields: Any) -> TokenBatch:
+        """Return them as one batch, masks and tokens cut to where the log-probabilities are.
+
+        Raises:
+            ValueError: a sample's arrays have other lengths than its piece.
+        """
+        cut = zip(self.totals, self.responses, self.padded or self.totals, strict=True)
+        spans = [zigzag_spans(int(t), int(r), int(p), shard.cp_rank, shard.cp_size) for t, r, p in cut]
+        masks = [_cut(mask, pair) for mask, pair in zip(self.masks, spans, strict=True)]
+        lengths = [sum(map(len, pair)) for pair in spans]
+        for name, arrays in (("train_log_probs", self.train), ("rollout_log_probs", self.rollout), ("mask", masks)):
+            found = lengths if arrays is None else [len(values) for values in arrays]
+            if found != lengths:
+                raise ValueError(f"{name} must have the lengths {lengths} on this context-parallel rank, got {found}")
+        train = join(list(self.train))
+        if self.tokens is not None:
+            starts = (total - response for total, response in zip(self.totals, self.responses, strict=True))
+            ids = [_cut(ids[start:], pair) for ids, start, pair in zip(self.tokens, starts, spans, strict=True)]
+            fields["token_ids"] = join(ids)
+        places = [torch.arange(run.start, run.stop, device=train.device) for pair in spans for run in pair]
+        return TokenBatch.from_packed(
+            train,
+            None if self.rollout is None else join(list(self.rollout)),
+            join(masks),
+            cu_seqlens=[0, *accumulate(lengths)],
+            token_position=join(places),
+            **fields,
+        )
+
+
+def _cut(values: Tensor, spans: tuple[range, range]) -> Tensor:
+    return torch.cat([values[run.start : run.stop] for run in spans])
+
+
+def _clip_interval(args: Any) -> dict[str, Any]:
+    """Return the training's clip interval where the audit can take it."""
+    low, high = getattr(args, "eps_clip", None), getattr(args, "eps_clip_high", None)
+    if low is None or not 0 <= low < 1:
+        return {}
+    return {"eps_low": float(low), "eps_high": float(low if high is None else high)}
+
+
+def _filters(rollout_top_p: float | None, rollout_top_k: int | None) -> bool:
+    return (rollout_top_p or 1.0) < 1.0 or (rollout_top_k or 0) > 0
+
+
+@functools.cache
+def _process_audit() -> SlimeAudit:
+    return SlimeAudit()
+
+
+def rollout_data_postprocess(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+    """Collective: every rank of the training must call this; see ``SlimeAudit.rollout_data_postprocess``."""
+    _process_audit().rollout_data_postprocess(args, rollout_id, rollout_data)
+
+
+def begin_rollout(args: Any, rollout_id: int | None = None, rollout_data: Mapping[str, Any] | None = None) -> None:
+    """Collective: every rank of the training must call this; see ``SlimeAudit.begin_rollout``."""
+    _process_audit().begin_rollout(args, rollout_id, rollout_data)
+
+
+def tis(args: Any, **given: Any) -> TisResult:
+    """Audit one micro-batch of the policy loss and return it untouched; see ``SlimeAudit.tis``."""
+    return _process_audit().tis(args, **given)

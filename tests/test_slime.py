@@ -1,0 +1,425 @@
+"""The audit in a slime training, on the HARNESS of slime_harness.py: slime, vime and miles cannot be installed here."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from slime_harness import Place, Training, arguments, make_samples, rank_data, vanilla_tis
+
+from rlk_audit import AuditConfig, Collector, ConsistencyError, StepReport, TokenBatch
+from rlk_audit.integrations import slime, vime
+from rlk_audit.integrations.slime import SlimeAudit
+
+SAMPLES = make_samples(11)
+CONFIG = AuditConfig(breakdowns={"engine": ("e0", "e1"), "position": "auto"}, samples_per_step=16, worst_k=8)
+POST = "rlk_audit.integrations.{}.rollout_data_postprocess"
+BEGIN = "rlk_audit.integrations.{}.begin_rollout"
+TIS = "rlk_audit.integrations.{}.tis"
+PLACES = ("rank", "microbatch", "worst_rank", "worst_microbatch")
+"""What depends on how the tokens were cut."""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No megatron, nothing that runs behind the tests, and a process's own audit made anew for each."""
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    monkeypatch.setattr("atexit.register", lambda call: None)
+    monkeypatch.setattr("atexit.unregister", lambda call: None)
+    yield
+    slime._process_audit.cache_clear()
+    vime._process_audit.cache_clear()
+
+
+@pytest.fixture
+def tracked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, float], str]]:
+    """What the framework's own tracker was given."""
+    rows: list[tuple[dict[str, float], str]] = []
+    module = SimpleNamespace(log=lambda args, metrics, step_key: rows.append((metrics, step_key)))
+    monkeypatch.setitem(sys.modules, "slime.observability.logging_utils", module)
+    return rows
+
+
+def core_report(samples=SAMPLES, config: AuditConfig = CONFIG, **left_out: Any) -> dict[str, Any]:
+    """The core's own report of these samples, given whole."""
+    fields = {
+        "sample_index": [s.sample_index for s in samples],
+        "rollout_id": [s.rollout_id for s in samples],
+        "sample_slot": [s.slot for s in samples],
+        "token_ids": [s.token_ids for s in samples],
+        "labels": {"engine": [s.labels["engine"] for s in samples]} if config.caller_labels else {},
+    }
+    collector = Collector(config)
+    columns = [[torch.tensor(getattr(s, side)) for s in samples] for side in ("train", "rollout", "mask")]
+    collector.update(TokenBatch.from_lists(*columns, **{**fields, **left_out}))
+    return plain(collector.compute())
+
+
+def plain(report: StepReport) -> dict[str, Any]:
+    """A report's parts that do not depend on how tokens were cut, every float by its bits."""
+    values = report.to_dict()
+
+    def bits(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: bits(part) for name, part in value.items() if name not in PLACES}
+        if isinstance(value, (list, tuple)):
+            return [bits(part) for part in value]
+        return value.hex() if isinstance(value, float) else value
+
+    parts = ("metrics", "classes", "warnings", "worst_tokens", "breakdowns", "samples", "histogram")
+    return {part: bits(values[part]) for part in parts}
+
+
+def reported(audit: SlimeAudit) -> StepReport:
+    assert audit.report is not None
+    return audit.report
+
+
+def by_tis(audit: SlimeAudit, tis: Callable[..., Any] | None = None, **given: Any) -> Any:
+    return arguments(
+        rollout_data_postprocess_path=audit.begin_rollout,
+        custom_tis_function_path=tis or audit.tis,
+        use_tis=True,
+        **given,
+    )
+
+
+# --- the recomputed log-probabilities ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 5, 20])
+def test_the_rollout_hook_gives_the_bits_of_the_core(micro_batch: int) -> None:
+    audit = SlimeAudit(CONFIG)
+    training = Training(arguments(rollout_data_postprocess_path=audit.rollout_data_postprocess))
+    training.train_actor(4, rank_data(SAMPLES, Place(), micro_batch=micro_batch))
+    report = reported(audit)
+    assert (report.step, report.prefix) == (4, "rlk_audit/")
+    assert plain(report) == core_report()
+    expected = oracle.audit(SAMPLES, worst_k=8)
+    assert oracle.differences(report.metrics, expected) == []
+
+
+def test_the_rollout_hook_by_its_name_changes_nothing() -> None:
+    """Losses, gradients and the rollout's data are bit for bit those of a training without it."""
+    plain_run, audited = Training(arguments()), Training(arguments(rollout_data_postprocess_path=POST.format("slime")))
+    for training in (plain_run, audited):
+        data = rank_data(SAMPLES, Place())
+        before = copy.deepcopy(data)
+        training.train_actor(0, data)
+        assert set(data) == set(before) - {"recorded"}
+        for name, column in data.items():
+            kept = before[name]
+            same = all(map(torch.equal, column, kept)) if isinstance(column[0], torch.Tensor) else None
+            assert same if same is not None else list(column) == list(kept), name
+    assert audited.losses == plain_run.losses
+    assert torch.equal(audited.weight.grad, plain_run.weight.grad)
+    assert slime._process_audit().report is not None
+
+
+def test_several_rollouts_are_steps_of_their_own() -> None:
+    audit = SlimeAudit(AuditConfig())
+    training = Training(arguments(rollout_data_postprocess_path=audit.rollout_data_postprocess))
+    for number in range(3):
+        samples = make_samples(4 + number, seed=number)
+        training.train_actor(number, rank_data(samples, Place()))
+        assert oracle.differences(reported(audit).metrics, oracle.audit(samples)) == []
+        assert reported(audit).step == number
+
+
+def test_without_recomputed_log_probs_it_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    audit = SlimeAudit()
+    training = Training(arguments(rollout_data_postprocess_path=audit.rollout_data_postprocess))
+    with caplog.at_level(logging.WARNING):
+        for number in range(2):
+            training.train_actor(number, rank_data(SAMPLES, Place(), recomputed=False))
+    assert reported(audit).warnings == {"nothing_compared": 1}
+    assert sum("did not recompute log_probs" in line for line in caplog.messages) == 1
+
+
+def test_odd_data_is_counted_and_never_raised() -> None:
+    audit = SlimeAudit()
+    data = rank_data(SAMPLES, Place(), micro_batch=2)
+    data["loss_masks"][0] = data["loss_masks"][0][:-1]
+    data["metadata"] = [None, 5]
+    audit.rollout_data_postprocess(arguments(), 0, data)
+    report = reported(audit)
+    assert report.metrics["warning/update_failed"] == 1
+    assert not report.complete
+    assert report.metrics["active_token_count"] == sum(sum(s.mask) for s in SAMPLES[2:])
+
+
+def test_rollout_log_probs_that_are_not_there_are_missing() -> None:
+    audit = SlimeAudit()
+    data = rank_data(SAMPLES, Place())
+    del data["rollout_log_probs"]
+    audit.rollout_data_postprocess(arguments(), 0, data)
+    assert reported(audit).metrics["compared_token_count"] == 0
+    assert reported(audit).metrics["warning/missing_rollout_log_probs"] == 1
+
+
+# --- the policy loss --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_policy_loss_gives_the_bits_of_the_core(recompute: bool, recomputed: bool) -> None:
+    """Also where the loss function is evaluated twice."""
+    audit = SlimeAudit(CONFIG)
+    training = Training(by_tis(audit, recompute_loss_function=recompute))
+    training.train_actor(0, rank_data(SAMPLES, Place(), recomputed=recomputed))
+    assert audit.report is None, "the rollout is not over before the next begins"
+    training.train_actor(1, rank_data(SAMPLES[:3], Place(), recomputed=recomputed))
+    report = reported(audit)
+    assert (report.step, report.prefix) == (0, "rlk_audit_current/")
+    assert plain(report) == core_report(token_ids=None)
+    assert "duplicate_microbatch" not in report.warnings
+    audit.begin_rollout(training.args, 2, rank_data([], Place()))
+    assert oracle.differences(reported(audit).metrics, oracle.audit([without_ids(s) for s in SAMPLES[:3]])) == []
+
+
+def without_ids(sample: oracle.Sample) -> oracle.Sample:
+    other = copy.copy(sample)
+    other.token_ids = None
+    return other
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_policy_loss_stays_bit_for_bit(recompute: bool) -> None:
+    without = Training(arguments(recompute_loss_function=recompute))
+    audited = Training(
+        arguments(
+            rollout_data_postprocess_path=BEGIN.format("slime"),
+            custom_tis_function_path=TIS.format("slime"),
+            use_tis=True,
+            recompute_loss_function=recompute,
+        )
+    )
+    for training in (without, audited):
+        training.train_actor(0, rank_data(SAMPLES, Place()))
+    assert audited.losses == without.losses
+    assert torch.equal(audited.weight.grad, without.weight.grad)
+    assert audited.metrics == [{}] * len(audited.losses)
+
+
+def test_a_correction_of_the_training_is_kept() -> None:
+    audit = SlimeAudit()
+    without = Training(arguments(use_tis=True))
+    audited = Training(by_tis(audit, audit.wrap_tis(vanilla_tis)))
+    for training in (without, audited):
+        training.train_actor(0, rank_data(SAMPLES, Place()))
+    audit.begin_rollout(audited.args, 1, rank_data([], Place()))
+    assert audited.losses == without.losses
+    assert audited.metrics == without.metrics
+    assert torch.equal(audited.weight.grad, without.weight.grad)
+    assert oracle.differences(reported(audit).metrics, oracle.audit([without_ids(s) for s in SAMPLES])) == []
+
+
+def test_the_caller_gets_its_own_objects_back() -> None:
+    audit = SlimeAudit()
+    data = rank_data(SAMPLES[:1], Place())
+    audit.begin_rollout(arguments(), 0, data)
+    loss = torch.zeros(len(SAMPLES[0]))
+    given = {name: data[name] for name in ("rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")}
+    result = audit.tis(arguments(), pg_loss=loss, train_log_probs=data["log_probs"], **given)
+    assert result[0] is loss
+    assert result[1] is data["loss_masks"]
+    assert result[2] == {}
+
+
+def test_no_tensor_of_the_rollout_is_kept() -> None:
+    """Kills: an audit that keeps the rollout's log-probabilities on the device until the next."""
+    import weakref
+
+    audit = SlimeAudit()
+    training = Training(by_tis(audit))
+    data = rank_data(SAMPLES, Place())
+    alive = [weakref.ref(values) for name in ("rollout_log_probs", "loss_masks", "tokens") for values in data[name]]
+    training.train_actor(0, data)
+    del data
+    assert [ref for ref in alive if ref() is not None] == []
+
+
+def test_a_tis_function_alone_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"needs --rollout-data-postprocess-path .*begin_rollout"):
+        Training(arguments(custom_tis_function_path=SlimeAudit().tis, use_tis=True)).train_actor(
+            0, rank_data(SAMPLES, Place())
+        )
+
+
+def test_a_self_comparison_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As older heads do under --use-rollout-logprobs: the rollout's tensors stand for the trainer's."""
+    audit = SlimeAudit()
+    args = arguments(use_rollout_logprobs=True)
+    data = rank_data(SAMPLES, Place())
+    audit.begin_rollout(args, 0, data)
+    given = {name: data[name] for name in ("rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")}
+    views = [values.detach() for values in data["rollout_log_probs"]]
+    with caplog.at_level(logging.WARNING):
+        audit.tis(args, pg_loss=torch.zeros(1), train_log_probs=views, **given)
+        audit.tis(args, pg_loss=torch.zeros(1), train_log_probs=views, **given)
+    audit.begin_rollout(args, 1, data)
+    assert sum("compares them with themselves" in line for line in caplog.messages) == 1
+    assert "self_comparison" in reported(audit).notes
+
+
+def test_use_rollout_logprobs_is_compared_where_the_trainer_scores(caplog: pytest.LogCaptureFixture) -> None:
+    audit = SlimeAudit()
+    training = Training(by_tis(audit, use_rollout_logprobs=True))
+    training.train_actor(0, rank_data(SAMPLES, Place(), recomputed=False))
+    audit.begin_rollout(training.args, 1, rank_data([], Place()))
+    assert oracle.differences(reported(audit).metrics, oracle.audit([without_ids(s) for s in SAMPLES])) == []
+    assert not [line for line in caplog.messages if "themselves" in line]
+
+
+# --- what a rollout says of itself ------------------------------------------------------------------------------------
+
+
+def test_sampling_filters_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        audit = SlimeAudit()
+        audit.rollout_data_postprocess(arguments(rollout_top_p=0.8), 0, rank_data(SAMPLES, Place()))
+    assert reported(audit).metadata["rollout_top_p"] == "0.8"
+    assert sum("log of the kept mass" in line for line in caplog.messages) == 1
+
+
+def test_a_trainer_that_replays_the_filter_may_drop_a_token(caplog: pytest.LogCaptureFixture) -> None:
+    """-inf of a dropped token is then no failure of a strict audit."""
+    data = rank_data(SAMPLES, Place(), micro_batch=20)
+    data["rollout_top_p_token_ids"] = [torch.zeros(0)] * len(SAMPLES)
+    data["log_probs"][0][int(torch.nonzero(data["loss_masks"][0])[0])] = -torch.inf
+    audit = SlimeAudit(AuditConfig(mode="strict"))
+    audit.rollout_data_postprocess(arguments(rollout_top_p=0.8), 0, data)
+    assert reported(audit).classes["train_neginf"] == 1
+    assert not [line for line in caplog.messages if "kept mass" in line]
+    del data["rollout_top_p_token_ids"]
+    with pytest.raises(ConsistencyError, match="train_neginf"):
+        SlimeAudit(AuditConfig(mode="strict")).rollout_data_postprocess(arguments(), 0, data)
+
+
+def test_the_clip_interval_is_the_trainings() -> None:
+    audit = SlimeAudit()
+    audit.rollout_data_postprocess(arguments(eps_clip=0.01, eps_clip_high=0.03), 0, rank_data(SAMPLES, Place()))
+    expected = oracle.audit(SAMPLES, eps_low=0.01, eps_high=0.03)
+    assert expected.metrics["clipfrac0_low"] != expected.metrics["clipfrac0_high"]
+    assert oracle.differences(reported(audit).metrics, expected) == []
+
+
+def test_settings_of_the_run_go_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLK_AUDIT_MODE", "off")
+    audit = SlimeAudit()
+    audit.rollout_data_postprocess(arguments(), 0, rank_data(SAMPLES, Place()))
+    assert audit.report is None
+    other = SlimeAudit()
+    other.rollout_data_postprocess(arguments(rlk_consistency_mode="audit"), 0, rank_data(SAMPLES, Place()))
+    assert other.report is not None
+
+
+def test_the_trackers_of_the_training_get_the_report(tracked) -> None:
+    SlimeAudit(AuditConfig()).rollout_data_postprocess(arguments(), 6, rank_data(SAMPLES, Place()))
+    ((values, key),) = tracked
+    assert key == "rollout/step"
+    assert values[key] == 6
+    assert oracle.differences({n.removeprefix("rlk_audit/"): v for n, v in values.items()}, finite(SAMPLES)) == []
+
+
+def finite(samples) -> oracle.Expected:
+    expected = oracle.audit(samples)
+    expected.metrics = {name: value for name, value in expected.metrics.items() if value == value}
+    return expected
+
+
+def test_a_tracker_that_fails_stops_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "slime.observability.logging_utils", SimpleNamespace(log=lambda: None))
+    audit = SlimeAudit()
+    audit.rollout_data_postprocess(arguments(), 0, rank_data(SAMPLES, Place()))
+    assert audit.report is not None
+    assert any("took no report" in line for line in caplog.messages)
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_vime_goes_on_under_its_names(monkeypatch: pytest.MonkeyPatch, tracked) -> None:
+    """Each figure that vime logs, by the oracle; three optimizer steps a rollout."""
+    monkeypatch.setenv("VIME_RLK_CONSISTENCY_MODE", "audit-only")
+    data = rank_data(SAMPLES, Place())
+    data["num_microbatches"] = [2, 2, 2]
+    Training(arguments(rollout_data_postprocess_path=POST.format("vime"))).train_actor(5, data)
+    ((values, key),) = tracked
+    assert (key, values.pop(key)) == ("train/step", 15)
+    expected = oracle.audit(SAMPLES).metrics
+    d = sorted(abs(token.d) for token in oracle.audit(SAMPLES).tokens)
+    found = {name.removeprefix("train/rlk_audit_"): value for name, value in values.items()}
+    assert found["dlogp_abs_mean"] == pytest.approx(expected["abs_dlogp_mean"], rel=1e-15)
+    assert found["dlogp_abs_max"] == found["worst_abs_dlogp"] == d[-1]
+    assert found["dlogp_abs_p99"] == pytest.approx(oracle.exact_quantile(d, "0.99"), rel=0.0078)
+    for name in ("approx_kl0", "ratio0_mean", "clipfrac0", "active_token_count", "mask_coverage"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+    for name in ("worst_sample_index", "worst_rollout_id", "worst_token_position", "worst_dlogp"):
+        assert found[name] == expected[name], name
+    assert found["warning_count"] == 0
+    assert "zero_active_sample_count" not in found, "it needs a table of samples"
+
+
+def test_vime_leaves_out_what_does_not_exist(monkeypatch: pytest.MonkeyPatch, tracked) -> None:
+    """Nothing compared was 0 in vime, which reads as agreement."""
+    args = arguments(rlk_consistency="audit")
+    vime.rollout_data_postprocess(args, 0, rank_data(SAMPLES, Place(), recomputed=False))
+    ((values, _),) = tracked
+    assert "train/rlk_audit_dlogp_abs_mean" not in values
+    assert values["train/rlk_audit_active_token_count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("attributes", "variables", "mode"),
+    [
+        ({}, {}, "off"),
+        ({}, {"VIME_RLK_CONSISTENCY": "1"}, "audit"),
+        ({}, {"VIME_RL_KERNEL_CONSISTENCY_MODE": "Strict"}, "strict"),
+        ({"rl_kernel_consistency": True}, {"VIME_RLK_CONSISTENCY_MODE": "off"}, "audit"),
+        ({"rlk_consistency": None}, {"VIME_RLK_CONSISTENCY_MODE": "audit_only"}, "audit"),
+        ({"rlk_consistency": "no"}, {"VIME_RLK_CONSISTENCY_MODE": "strict"}, "off"),
+    ],
+)
+def test_vimes_switches(attributes: dict[str, Any], variables: dict[str, str], mode: str) -> None:
+    assert vime.vime_mode(SimpleNamespace(**attributes), variables) == mode
+
+
+def test_a_switch_that_holds_no_mode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VIME_RLK_CONSISTENCY", "loud")
+    with pytest.raises(ValueError, match="VIME_RLK_CONSISTENCY: expected one of off, audit, strict, got 'loud'"):
+        vime.begin_rollout(arguments(), 0, rank_data(SAMPLES, Place()))
+
+
+def test_vime_is_off_unless_asked() -> None:
+    vime.begin_rollout(arguments(), 0, rank_data(SAMPLES, Place()))
+    vime.begin_rollout(arguments(), 1, rank_data(SAMPLES, Place()))
+    assert vime._process_audit().report is None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_miles_hands_over_less(recompute: bool) -> None:
+    """Its hook gets the arguments alone, its TIS function detached tensors and two more arguments."""
+    audit = SlimeAudit(AuditConfig())
+    without = Training(arguments(recompute_loss_function=recompute), miles=True)
+    training = Training(by_tis(audit, recompute_loss_function=recompute), miles=True)
+    for run in (without, training):
+        run.train_actor(0, rank_data(SAMPLES, Place(), padded=64))
+    audit.begin_rollout(training.args)
+    assert reported(audit).step == 0
+    unnamed = [copy.copy(sample) for sample in SAMPLES]
+    for sample in unnamed:
+        sample.token_ids, sample.sample_index, sample.rollout_id = None, -1, -1
+    assert oracle.differences(reported(audit).metrics, oracle.audit(unnamed)) == []
+    assert "duplicate_microbatch" not in reported(audit).warnings
+    assert training.losses == without.losses
+    assert torch.equal(training.weight.grad, without.weight.grad)
+    audit.begin_rollout(training.args)
+    assert reported(audit).step == 1
