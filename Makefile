@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # megatron-core warns at import that TransformerEngine and Apex are not there.
 RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::UserWarning
 
-.PHONY: help install demo test test-layouts test-sinks test-versions test-slow diagnosis lint format clean
+.PHONY: help install demo test test-layouts test-sinks test-frameworks test-versions test-slow diagnosis lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test                   all tests but the slow ones"
 	@echo "make test-layouts           further Megatron layouts, 2 to 8 processes"
 	@echo "make test-sinks             TensorBoard, W&B and MLflow stores read back"
+	@echo "make test-frameworks        callbacks of the packages of Megatron-Bridge and SkyRL"
 	@echo "make test-versions          megatron-core 0.12.3, 0.14.0, 0.16.1 and 0.19.2"
 	@echo "make test-slow              minutes-long tests"
 	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
@@ -59,6 +60,15 @@ test-sinks: $(VENV)-sinks/.installed
 	$(RUN) $(VENV)-sinks/bin/python -m pytest tests/test_sinks.py tests/test_sinks_jsonl.py tests/test_sinks_stores.py \
 		tests/test_sinks_values.py tests/test_settings.py
 
+# Their packages ask for CUDA, Ray and Python 3.12; the tests load one file of each, which needs none of these.
+$(VENV)-frameworks/.installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --ignore-requires-python --target $(VENV)-frameworks \
+		megatron-bridge==0.6.2 skyrl==0.4.0
+	touch $@
+
+test-frameworks: $(VENV)-frameworks/.installed
+	PYTHONPATH=$(VENV)-frameworks $(RUN) $(BIN)/python -m pytest tests/test_megatron_bridge.py tests/test_skyrl.py
+
 # Each release of megatron-core in an environment of its own.
 test-versions:
 	$(PYTHON) tools/check_megatron_versions.py --torch "$(TORCH)"
@@ -79,4 +89,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-sinks .venvs build dist runs *.egg-info
+	rm -rf $(VENV) $(VENV)-sinks $(VENV)-frameworks .venvs build dist runs *.egg-info
