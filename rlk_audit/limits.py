@@ -140,17 +140,20 @@ class Judge:
     that the classes of ``config.classes_not_allowed`` are empty and that no update failed; ``strict`` takes a limited
     metric without data for a failure too.
 
+    Attributes:
+        limits: of the configuration.
+
     Raises:
         ValueError: a limit names no metric of this configuration.
     """
 
     def __init__(self, config: AuditConfig) -> None:
         self._config = config
-        self._limits = parse_limits(config.limits)
-        _refuse_unknown_metrics(self._limits, config)
+        self.limits = parse_limits(config.limits)
+        _refuse_unknown_metrics(self.limits, config)
         self._demands = config.mode == "strict" or config.contract is not None
         windows: dict[str, int] = {}
-        for limit in self._limits:
+        for limit in self.limits:
             if limit.window is not None:
                 windows[limit.metric] = max(limit.window, windows.get(limit.metric, 0))
         self._history: dict[str, deque[float]] = {metric: deque(maxlen=size) for metric, size in windows.items()}
@@ -160,9 +163,9 @@ class Judge:
 
         None where nothing is to be judged: then no number of the report is computed.
         """
-        if not self._limits and not self._demands and not self._config.expect_identical:
+        if not self.limits and not self._demands and not self._config.expect_identical:
             return None
-        results = tuple(self._check(limit, report.metrics) for limit in self._limits)
+        results = tuple(self._check(limit, report.metrics) for limit in self.limits)
         verdict = Verdict(results, tuple(self._violations(report, results)))
         crossed = {result.metric for result in verdict.failed_limits}
         for metric, values in self._history.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -79,3 +80,8 @@ def assert_same_view(a: RunView, b: RunView, **how: bool) -> None:
     ours, theirs = everything(a, **how), everything(b, **how)
     for name in ours:
         assert ours[name] == theirs[name], name
+
+
+def heed_interrupts() -> None:
+    """Run in a child before it starts: jobs in the background of a script are started with interrupts ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offline_views import record, steady, write
+from offline_views import heed_interrupts, record, steady, write
 from test_offline_logs import dump, log, report
 from typer.testing import CliRunner
 
@@ -124,7 +124,7 @@ def test_check_in_a_script(tmp_path: Path) -> None:
     ends = [line for line in result.stdout.splitlines() if re.fullmatch(r"[a-z]+( \d)?", line)]
     assert ends == ["good 0", "bad 1", "missing 2", "damaged 2", "closed 1"], result.stdout + result.stderr
     assert "passed: 3 steps" in result.stdout and "FAILED: 3 in 3 steps" in result.stdout
-    assert "so this is no pass" in result.stdout
+    assert "but this is no pass: what was left out" in result.stdout
     assert result.stderr.strip() == "error: missing.jsonl does not exist"
 
 
@@ -141,7 +141,7 @@ def test_check_of_several_and_relative_limits(tmp_path: Path) -> None:
 def test_check_by_a_median_of_too_few_steps_is_no_pass(tmp_path: Path) -> None:
     path = log(tmp_path / "a.jsonl", *map(report, range(15)))
     result = rlk("check", path, "--limit", "abs_dlogp_max=3x_median_20", "--limit", "abs_dlogp_p99=1")
-    assert result.exit_code == 2 and "abs_dlogp_max cannot be judged: 15 steps are too few" in result.stdout
+    assert result.exit_code == 2 and "abs_dlogp_max cannot be judged, for a median needs 20 steps" in result.stdout
 
 
 def test_check_by_a_baseline(tmp_path: Path) -> None:
@@ -343,6 +343,56 @@ def test_plain_text() -> None:
     assert [tables.number(value) for value in (1234567, 0.123456, math.nan)] == ["1,234,567", "0.1235", "-"]
 
 
+def test_check_of_a_run_that_compared_little_is_no_pass(tmp_path: Path) -> None:
+    """Whatever kept the tokens out: samples refused, ids that differ, values missing, placeholders."""
+    missing = [steady(i, 30) | ({"rollout_log_probs": [None] * 30} if i else {}) for i in range(8)]
+    ids = [steady(i, 30) | {"token_ids": [1] * 30, "rollout_token_ids": [1 + (i > 0)] * 30} for i in range(8)]
+    sentinel = [steady(i, 30) | ({"rollout_log_probs": [-9999.0] * 30} if i else {}) for i in range(8)]
+    for name, rows in {"missing": missing, "ids": ids, "sentinel": sentinel}.items():
+        path = write(tmp_path / f"{name}.jsonl", rows)
+        result = rlk("check", path, "--limit", "abs_dlogp_p99=5")
+        assert result.exit_code == 2, (name, result.output)
+        assert "at the least 30 of 240 (--limit" in result.stdout, (name, result.output)
+        assert rlk("check", path, "--limit", "abs_dlogp_p99=5", "--limit", "compared_coverage>=0.1").exit_code == 0, (
+            name
+        )
+        assert rlk("check", path, "--limit", "compared_coverage>=0.2").exit_code == 1, name
+    one_lost = write(tmp_path / "one.jsonl", [steady(0, 199), steady(1, 1) | {"rollout_log_probs": [None]}])
+    assert rlk("check", one_lost, "--limit", "abs_dlogp_p99=5").exit_code == 0
+
+
+def test_check_of_a_copy_is_no_pass_unless_it_must_be_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "copy.jsonl", [record([-1.0, -2.0], [-1.0, -2.0], sample_index=i) for i in range(8)])
+    result = rlk("check", path, "--limit", "abs_dlogp_p99=5")
+    assert result.exit_code == 2 and "the same values throughout" in result.stdout
+    assert rlk("check", path, "--limit", "abs_dlogp_max=0").exit_code == 0
+
+
+def test_a_relative_limit_says_from_which_step_on_it_judged(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [steady(i, 5, step=i) for i in range(24)])
+    result = rlk("check", path, "--limit", "abs_dlogp_p99=3x_median_20")
+    assert (
+        result.exit_code == 0 and "passed: 24 steps (by their median: abs_dlogp_p99 from step 20 on)" in result.stdout
+    )
+
+
+def test_a_log_has_no_tokens_to_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [json.loads(report(1).to_json())])
+    for option in (["--by", "engine"], ["--exact"]):
+        refused(rlk("report", path, *option), "is the log of a run")
+
+
+def test_watch_refuses_what_is_no_log(tmp_path: Path) -> None:
+    for path in (dump(tmp_path / "a.jsonl"), tmp_path):
+        refused(rlk("watch", path), "not the log of a run")
+
+
+def test_worst_tokens_are_shown_with_their_steps(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [record([-1.0], [-1.0 - step], sample_index=7, step=step) for step in (3, 4)])
+    lines = rlk("report", path).stdout.split("worst tokens")[1].splitlines()[4:6]
+    assert [line.split()[:3] for line in lines] == [["4", "7", "0"], ["3", "7", "0"]]
+
+
 # --- streams and terminals ------------------------------------------------------------------------------------------
 
 
@@ -366,7 +416,9 @@ class Terminal:
         master, slave = pty.openpty()
         environment = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "150", "LINES": "50"}
         command = [*MODULE, *map(str, arguments)]
-        self.process = subprocess.Popen(command, env=environment, stdin=slave, stdout=slave, stderr=slave)
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=slave, stdout=slave, stderr=slave, preexec_fn=heed_interrupts
+        )
         os.close(slave)
         self.master, self.text = master, ""
 
@@ -419,7 +471,12 @@ def test_watch_writes_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     path = hostile_log(tmp_path / "audit.jsonl")
     command = [*MODULE, "watch", str(path)]
     with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     ) as watcher:
         assert watcher.stdout is not None and watcher.stderr is not None
         lines = [watcher.stdout.readline() for _ in range(6)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from offline_views import heed_interrupts
 from sink_reports import report as step_report
 from sink_reports import strictly
 from typer.testing import CliRunner
@@ -191,7 +192,8 @@ class Watch:
     """A watch that runs, and the lines that it has printed."""
 
     def __init__(self, path: Path) -> None:
-        self.process = subprocess.Popen([*PYTHON, "watch", str(path)], env=ENVIRONMENT, stdout=subprocess.PIPE)
+        command = [*PYTHON, "watch", str(path)]
+        self.process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, preexec_fn=heed_interrupts)
         self.text = ""
 
     def wait_for(self, told: str, times: int = 1) -> None:

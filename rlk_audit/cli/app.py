@@ -21,13 +21,13 @@ from rlk_audit.dumps.sample import ReadOptions
 from rlk_audit.limits import Judge, Limit
 from rlk_audit.offline import baseline
 from rlk_audit.offline.audit import Asked, audit_dump
+from rlk_audit.offline.gate import doubts, first_judged
 from rlk_audit.offline.moved import shared_tokens
 from rlk_audit.offline.run_log import is_run_log, read_run_logs
 from rlk_audit.offline.texts import TokenTexts
 from rlk_audit.page.write import write_page
 from rlk_audit.report import StepReport
 from rlk_audit.run_view import RunView
-from rlk_audit.verdict import PENDING
 from rlk_audit.version import __version__
 
 CROSSED, UNUSABLE = 1, 2
@@ -136,10 +136,11 @@ def check(
         for step in view.steps:
             _refuse_absent(config, step)
             step.verdict = judge.judge(step) if config.limits else None
+        unsure = list(doubts(view, judge.limits))
         failed = [*tables.verdict_lines(view.steps), *map(tables.failure_line, baseline.crossed(view, bounds, ratio))]
         if group_place(group)[0] == 0:
-            show(*tables.problem_lines(view), *failed, _outcome(view, len(failed)))
-        status = CROSSED if failed else UNUSABLE if view.problems or _unjudged(view) else 0
+            show(*tables.problem_lines(view), *failed, _outcome(view, len(failed), unsure))
+        status = CROSSED if failed else UNUSABLE if unsure else 0
     if status:
         raise typer.Exit(status)
 
@@ -188,6 +189,10 @@ def diagnose(
 def watch(path: Annotated[Path, typer.Argument(metavar="RUN.jsonl", help="The log of a running job.")]) -> None:
     """Follow a run's log, through rotation and restarts, until interrupted."""
     with _refusals(), to_the_end_of_a_pipe():
+        if path.is_dir():
+            raise ValueError(f"{path} is a directory, not the log of a run")
+        if path.exists() and path.stat().st_size and not is_run_log(path):
+            raise ValueError(f"{path} is not the log of a run")
         watch_log(path, PipeConsole())
 
 
@@ -203,29 +208,22 @@ def _view(
     config: AuditConfig | None = None,
 ) -> RunView:
     if all(is_run_log(path) for path in paths):
+        if asked.labels or asked.exact:
+            raise ValueError(f"{paths[0]} is the log of a run, which holds no tokens: --by and --exact need a dump")
         return read_run_logs(paths)
     options = ReadOptions(allow_pickle)
     with progress_bars(group) as progress:
         return audit_dump(paths, format, config=config, options=options, asked=asked, progress=progress, group=group)
 
 
-def _outcome(view: RunView, failures: int) -> str:
+def _outcome(view: RunView, failures: int, unsure: list[str]) -> str:
     count = f"{len(view.steps)} step{'s' * (len(view.steps) != 1)}"
     if failures:
         return f"FAILED: {failures} in {count}"
-    if unjudged := _unjudged(view):
-        return f"{', '.join(unjudged)} cannot be judged: {count} are too few for a median, so this is no pass"
-    if view.problems:
-        return f"no limit was crossed in {count}, but what was left out could hide one, so this is no pass"
-    return f"passed: {count}"
-
-
-def _unjudged(view: RunView) -> list[str]:
-    """Return the metrics with a limit that had too few steps before it in every step."""
-    results = [result for step in view.steps if step.verdict is not None for result in step.verdict.limits]
-    judged = {(result.metric, result.relation) for result in results if result.outcome != PENDING}
-    pending = [result for result in results if result.outcome == PENDING]
-    return list(dict.fromkeys(r.metric for r in pending if (r.metric, r.relation) not in judged))
+    if unsure:
+        return f"no limit was crossed in {count}, but this is no pass: {'; '.join(unsure)}"
+    late = [f"{metric} from {tables.step_name(first)} on" for metric, first in first_judged(view).items() if first]
+    return f"passed: {count}" + (f" (by their median: {', '.join(late)})" if late else "")
 
 
 def _limits(texts: list[str], contract: Path | None, dtype: str | None) -> AuditConfig:

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from rlk_audit.cli.streams import tell
 from rlk_audit.cli.tables import STEP_COLUMNS, finding_lines, line, plain_text, table
 from rlk_audit.offline.run_log import follow
 from rlk_audit.report import StepReport
@@ -26,6 +27,8 @@ def watch_log(path: Path, console: Console) -> None:
         if console.is_terminal:
             _watch_terminal(path, console)
         else:
+            if not path.exists():
+                tell(f"waiting for {path}")
             for report in follow(path):
                 for told in (summary_line(report), *cause_lines(report)):
                     print(plain_text(told), flush=True)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rlk_audit.breakdowns import UNKNOWN, Bucket
 from rlk_audit.finding import NOTHING_TO_CHECK, Finding
+from rlk_audit.page.totals import worst_tokens
 from rlk_audit.report import StepReport, WorstToken
 from rlk_audit.run_view import Causes, Excerpt, RunView
 
@@ -35,6 +36,7 @@ STEPS_SHOWN = 24
 BUCKETS_SHOWN = 24
 CAUSES_SHOWN = 12
 EXCERPTS_SHOWN = 3
+WORST_SHOWN = 10
 
 
 def number(value: float) -> str:
@@ -62,8 +64,8 @@ def view_tables(view: RunView) -> Iterator[RenderableType]:
             for rank in ranks
         ]
         yield table("ranks of largest drift", ("rank", "host", "tokens", "mean", "max"), rows)
-    if whole.worst_tokens:
-        yield _worst(whole.worst_tokens)
+    if worst := worst_tokens(view, WORST_SHOWN):
+        yield _worst(worst)
     yield from (_excerpt(shown) for shown in view.excerpts[:EXCERPTS_SHOWN] if shown.texts)
 
 
@@ -87,12 +89,14 @@ def step_name(report: StepReport) -> str:
 def finding_lines(causes: Causes) -> Iterator[Text]:
     """Yield the findings of a range of steps, one a line."""
     where = _range(causes.first_step, causes.last_step)
+    # The evidence is that of one step.
+    strongest = "" if causes.first_step == causes.last_step else " in the strongest:"
     for finding in causes.findings:
         style = "green" if finding.check_first == NOTHING_TO_CHECK else "bold red"
         yield Text.assemble(
             f"{where}: ",
             (plain_text(f"{finding.code} ({finding.strength:.0%})"), style),
-            f" {plain_text(_told(finding))}",
+            f"{strongest} {plain_text(_told(finding))}",
         )
 
 
@@ -162,10 +166,11 @@ def _breakdown(label: str, buckets: tuple[Bucket, ...]) -> Table:
     return table(title, (label, "tokens", "mean", "p50", "p99", "above ln 2"), rows)
 
 
-def _worst(worst: Sequence[WorstToken]) -> Table:
-    labels = list(worst[0].labels)
+def _worst(worst: Sequence[tuple[int | None, WorstToken]]) -> Table:
+    labels = list(worst[0][1].labels)
     rows = [
         (
+            "-" if step is None else str(step),
             token.sample_index,
             token.token_position,
             token.token_id,
@@ -174,9 +179,9 @@ def _worst(worst: Sequence[WorstToken]) -> Table:
             token.rollout_logp,
             *(token.labels.get(name, UNKNOWN) for name in labels),
         )
-        for token in worst
+        for step, token in worst
     ]
-    return table("worst tokens", ("sample", "position", "token", "dlogp", "train", "rollout", *labels), rows)
+    return table("worst tokens", ("step", "sample", "position", "token", "dlogp", "train", "rollout", *labels), rows)
 
 
 def _excerpt(shown: Excerpt) -> RenderableType:
