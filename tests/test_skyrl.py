@@ -116,6 +116,9 @@ def train(module: ModuleType, audit: Any, batches: list[dict[str, Any]]) -> list
         logs = {"loss": 1.0}
         fire("on_log", number, logs=logs)
         logged.append(logs)
+        evaluation = {"eval/score": 0.5}
+        fire("on_log", number, logs=evaluation)
+        assert set(evaluation) == {"eval/score"}, "a step's figures are logged once"
     fire("on_train_end", len(batches))
     return logged
 
