@@ -382,6 +382,13 @@ def test_a_log_has_no_tokens_to_read_again(tmp_path: Path) -> None:
         refused(rlk("report", path, *option), "is the log of a run")
 
 
+def test_a_page_needs_a_file_of_its_own(tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl")
+    refused(rlk("report", path, "--html", "-"), "a file of its own")
+    refused(rlk("report", path, "--html", tmp_path / "out", "--json", tmp_path / "out"), "a file of its own")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_watch_refuses_what_is_no_log(tmp_path: Path) -> None:
     for path in (dump(tmp_path / "a.jsonl"), tmp_path):
         refused(rlk("watch", path), "not the log of a run")

@@ -90,6 +90,8 @@ def report(
 ) -> None:
     """Show what a dump or a run's log says."""
     with _refusals(), launched_group() as group:
+        if html is not None and str(html) in ("-", json_file):
+            raise ValueError(f"--html needs a file of its own, got {html}")
         texts = TokenTexts(tokenizer)
         view = _view(paths, format, Asked(by, exact, texts), allow_pickle, group)
         if group_place(group)[0]:

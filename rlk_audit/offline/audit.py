@@ -96,7 +96,7 @@ def audit_dump(
         looks[0].density.density(look.density for look in looks[1:]),
         _excerpts(looks, total, asked.texts),
         tuple(dict.fromkeys(map(str, problems))),
-        (f"read as {formats}: {len(parts)} parts, {plan.tokens} tokens", *notes),
+        (f"read as {formats}: parts: {len(parts):,}, tokens: {plan.tokens:,}", *notes),
         _all_means(looks),
     )
 
