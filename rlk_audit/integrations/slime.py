@@ -20,20 +20,18 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlk_audit.allreduce import agree_on_layout, group_place
 from rlk_audit.config import AuditConfig
+from rlk_audit.integrations.slime_samples import Rollout, Slices
 from rlk_audit.megatron_groups import ParallelGroups, resolve_groups
 from rlk_audit.megatron_plugin import MegatronAudit, register
-from rlk_audit.metadata import FIELDS, KEY_PREFIX, batch_fields, partition_metadata
-from rlk_audit.places import Shard, zigzag_spans
-from rlk_audit.ragged import join
+from rlk_audit.metadata import FIELDS, partition_metadata
+from rlk_audit.places import Shard
 from rlk_audit.report import StepReport
 from rlk_audit.sinks.base import logged_values
 from rlk_audit.tokens import TokenBatch, or_fault
@@ -92,7 +90,7 @@ class SlimeAudit:
         self._dialect = dialect or Dialect()
         self._options = options
         self._groups = ParallelGroups()
-        self._open: _Rollout | None = None
+        self._open: Rollout | None = None
         self._told: set[str] = set()
 
     def rollout_data_postprocess(self, args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
@@ -173,7 +171,7 @@ class SlimeAudit:
         if self.audit.owns_report:
             self._tell_of_reuse(train_log_probs, rollout_log_probs)
             padded = max_seq_lens if getattr(args, "qkv_format", "thd") != "thd" else None
-            slices = _Slices(train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, padded)
+            slices = Slices(train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, padded)
             self._observe_microbatch(self.audit, self._open, slices)
         return pg_loss, loss_masks, {}
 
@@ -215,7 +213,7 @@ class SlimeAudit:
             config, train_filter=config.train_filter or replayed, metadata={**told, **config.metadata}
         )
 
-    def _end(self, audit: MegatronAudit, args: Any, rollout: _Rollout) -> None:
+    def _end(self, audit: MegatronAudit, args: Any, rollout: Rollout) -> None:
         self.report = audit.step_end(rollout.number)
         if self.report is not None and self._is_main_rank:
             self._track(args, self.report, rollout.steps)
@@ -246,7 +244,7 @@ class SlimeAudit:
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
-    def _observe_rollout(self, audit: MegatronAudit, rollout: _Rollout, data: Mapping[str, Any]) -> None:
+    def _observe_rollout(self, audit: MegatronAudit, rollout: Rollout, data: Mapping[str, Any]) -> None:
         if data.get("log_probs") is None:
             self._warn(
                 "slime did not recompute log_probs, so there is nothing to compare: it does with "
@@ -257,12 +255,12 @@ class SlimeAudit:
         for number, rows in enumerate(data.get("micro_batch_indices") or whole):
 
             def build(rows: Sequence[int] = rows) -> TokenBatch:
-                slices = _Slices.of_rows(data, rows)
+                slices = Slices.of_rows(data, rows)
                 return slices.batch(self._shard, **rollout.fields(rows, self._config_of(audit)))
 
             audit.observe(or_fault(build), microbatch=number)
 
-    def _observe_microbatch(self, audit: MegatronAudit, rollout: _Rollout, slices: _Slices) -> None:
+    def _observe_microbatch(self, audit: MegatronAudit, rollout: Rollout, slices: Slices) -> None:
         """Observe a micro-batch of the loss, unless it is evaluated a second time, as recomputation does."""
         key = tuple((values.data_ptr(), values.numel()) for values in slices.rollout or ())
         if key in rollout.seen:
@@ -275,10 +273,10 @@ class SlimeAudit:
 
         audit.observe(or_fault(build), microbatch=number)
 
-    def _rollout(self, audit: MegatronAudit, number: int, data: Mapping[str, Any]) -> _Rollout:
+    def _rollout(self, audit: MegatronAudit, number: int, data: Mapping[str, Any]) -> Rollout:
         """Return what is to be known of a rollout while it is trained on; no tensor of it is kept."""
         config = self._config_of(audit)
-        rollout = _Rollout(number, max(len(data.get("num_microbatches") or ()), 1))
+        rollout = Rollout(number, max(len(data.get("num_microbatches") or ()), 1))
         if config is None or not data:
             return rollout
         named = {"sample_index": data.get("partition"), **data} if data.get("sample_indices") is None else data
@@ -307,103 +305,6 @@ class SlimeAudit:
                 "the training hands the rollout's log-probabilities over as the trainer's (--use-rollout-logprobs), so "
                 "the audit compares them with themselves: no drift can show"
             )
-
-
-@dataclass
-class _Rollout:
-    """What is known of a rollout.
-
-    Attributes:
-        number: its id.
-        steps: optimizer steps that it is trained in.
-        metadata: the audit's columns, one entry a sample.
-        slots: each sample's place in the whole rollout.
-        rows: identity of a sample's rollout log-probabilities -> the sample's place here.
-        seen: micro-batches that came, by where their rollout log-probabilities lie, and their numbers.
-    """
-
-    number: int
-    steps: int = 1
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    slots: Sequence[int] | None = None
-    rows: dict[int, int] = field(default_factory=dict)
-    seen: dict[tuple[tuple[int, int], ...], int] = field(default_factory=dict)
-
-    def fields(self, rows: Sequence[int | None], config: AuditConfig | None) -> dict[str, Any]:
-        """Return what the collector is told of the samples at these places; nothing if one of them is not known."""
-        known = [row for row in rows if row is not None]
-        if config is None or len(known) != len(rows) or not self.metadata:
-            return {}
-        names = [name.removeprefix(KEY_PREFIX) for name in self.metadata]
-        (part,) = partition_metadata(self.metadata, [known], names)
-        slots = {} if self.slots is None else {"sample_slot": torch.tensor([int(self.slots[row]) for row in known])}
-        return batch_fields(part, config) | slots
-
-
-@dataclass(frozen=True)
-class _Slices:
-    """Samples of which this context-parallel rank has its tokens' log-probabilities, and the masks whole.
-
-    Attributes:
-        train, rollout: one float tensor a sample, [tokens of its response that this rank scores].
-        masks: one tensor a sample, [response].
-        totals, responses: tokens of each sample, and of its response, which is its end.
-        padded: lengths that the cut was made of, where they are not the samples' own.
-        tokens: one tensor a sample, [total].
-    """
-
-    train: Sequence[Tensor]
-    rollout: Sequence[Tensor] | None
-    masks: Sequence[Tensor]
-    totals: Sequence[int]
-    responses: Sequence[int]
-    padded: Sequence[int] | None = None
-    tokens: Sequence[Tensor] | None = None
-
-    @classmethod
-    def of_rows(cls, data: Mapping[str, Any], rows: Sequence[int]) -> _Slices:
-        """Return the samples at these places of slime's columns."""
-
-        def column(name: str) -> list[Any] | None:
-            return None if data.get(name) is None else [data[name][row] for row in rows]
-
-        needed = ("loss_masks", "total_lengths", "response_lengths")
-        masks, totals, responses = (column(name) or [] for name in needed)
-        train, rollout, tokens = (column(name) for name in ("log_probs", "rollout_log_probs", "tokens"))
-        return cls(train or [], rollout, masks, totals, responses, tokens=tokens)
-
-    def batch(self, shard: Shard, **fields: Any) -> TokenBatch:
-        """Return them as one batch, masks and tokens cut to where the log-probabilities are.
-
-        Raises:
-            ValueError: a sample's arrays have other lengths than its piece.
-        """
-        cut = zip(self.totals, self.responses, self.padded or self.totals, strict=True)
-        spans = [zigzag_spans(int(t), int(r), int(p), shard.cp_rank, shard.cp_size) for t, r, p in cut]
-        masks = [_cut(mask, pair) for mask, pair in zip(self.masks, spans, strict=True)]
-        lengths = [sum(map(len, pair)) for pair in spans]
-        for name, arrays in (("train_log_probs", self.train), ("rollout_log_probs", self.rollout), ("mask", masks)):
-            found = lengths if arrays is None else [len(values) for values in arrays]
-            if found != lengths:
-                raise ValueError(f"{name} must have the lengths {lengths} on this context-parallel rank, got {found}")
-        train = join(list(self.train))
-        if self.tokens is not None:
-            starts = (total - response for total, response in zip(self.totals, self.responses, strict=True))
-            ids = [_cut(ids[start:], pair) for ids, start, pair in zip(self.tokens, starts, spans, strict=True)]
-            fields["token_ids"] = join(ids)
-        places = [torch.arange(run.start, run.stop, device=train.device) for pair in spans for run in pair]
-        return TokenBatch.from_packed(
-            train,
-            None if self.rollout is None else join(list(self.rollout)),
-            join(masks),
-            cu_seqlens=[0, *accumulate(lengths)],
-            token_position=join(places),
-            **fields,
-        )
-
-
-def _cut(values: Tensor, spans: tuple[range, range]) -> Tensor:
-    return torch.cat([values[run.start : run.stop] for run in spans])
 
 
 def _clip_interval(args: Any) -> dict[str, Any]:
