@@ -170,8 +170,8 @@ class Judge:
         crossed = {result.metric for result in verdict.failed_limits}
         for metric, values in self._history.items():
             # A value that crossed its limit is no measure of what is usual: a drift that stays goes on failing.
-            if metric not in crossed and not math.isnan(value := report.metrics.get(metric, math.nan)):
-                values.append(value)
+            if metric not in crossed and not math.isnan(report.metrics[metric]):
+                values.append(report.metrics[metric])
         return verdict
 
     def state_dict(self) -> dict[str, list[float]]:
@@ -185,7 +185,7 @@ class Judge:
             values.extend(state.get(metric, ()))
 
     def _check(self, limit: Limit, metrics: Mapping[str, float]) -> LimitResult:
-        value, bound = metrics.get(limit.metric, math.nan), limit.value  # a log may have other quantiles
+        value, bound = metrics[limit.metric], limit.value
         if limit.window is not None:
             values = list(self._history[limit.metric])[-limit.window :]
             bound = limit.value * statistics.median(values) if len(values) >= MIN_HISTORY else math.nan
