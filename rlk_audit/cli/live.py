@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rlk_audit.cli.streams import tell
-from rlk_audit.cli.tables import STEP_COLUMNS, finding_lines, line, plain_text, table
+from rlk_audit.cli.tables import STEP_COLUMNS, figure, finding_lines, line, plain_text, table
 from rlk_audit.offline.run_log import follow
 from rlk_audit.report import StepReport
 from rlk_audit.run_view import Causes
@@ -54,7 +54,7 @@ def _screen(path: Path, reports: deque[StepReport]) -> RenderableType:
     rows = [
         (
             "run" if report.kind == "run" else str(report.step),
-            *(report.metrics.get(key, math.nan) for key in STEP_COLUMNS),
+            *(figure(report, key) for key in STEP_COLUMNS),
             _verdict(report),
             ", ".join(f"{code}={count}" for code, count in report.warnings.items()),
         )
@@ -64,7 +64,7 @@ def _screen(path: Path, reports: deque[StepReport]) -> RenderableType:
     steps = [report for report in reports if report.kind == "step"]
     last = steps[-1] if steps else None
     causes = [] if last is None else finding_lines(Causes(last.step, last.step, last.findings))
-    trend = Text(f"p99 {spark([report.metrics.get('abs_dlogp_p99', math.nan) for report in steps])}")
+    trend = Text(f"p99 {spark([figure(report, 'abs_dlogp_p99') for report in steps])}")
     return Group(table(str(path), columns, rows), trend, *causes)
 
 

@@ -46,6 +46,11 @@ def number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4g}"
 
 
+def figure(report: StepReport, key: str) -> float:
+    """Return a metric of a report, NaN where its log has none of that name."""
+    return report.metrics.get(key, math.nan)
+
+
 def view_tables(view: RunView) -> Iterator[RenderableType]:
     """Yield the tables of a run, the most important first."""
     whole = view.whole
@@ -143,11 +148,9 @@ def _steps(steps: Sequence[StepReport]) -> Table:
     """Return the steps, or where they are many every so-manyth with the worst of each stretch."""
     every = -(-len(steps) // STEPS_SHOWN)
     stretches = [steps[start : start + every] for start in range(0, len(steps), every)]
-    shown = [
-        max(stretch, key=lambda report: _known(report.metrics.get("abs_dlogp_max", math.nan))) for stretch in stretches
-    ]
+    shown = [max(stretch, key=lambda report: _known(figure(report, "abs_dlogp_max"))) for stretch in stretches]
     title = "steps" if every == 1 else f"steps: the one of largest max in every {every}"
-    rows = [(step_name(report), *(report.metrics.get(key, math.nan) for key in STEP_COLUMNS)) for report in shown]
+    rows = [(step_name(report), *(figure(report, key) for key in STEP_COLUMNS)) for report in shown]
     return table(title, ("", "tokens", "mean", "p50", "p99", "max"), rows)
 
 
