@@ -14,9 +14,10 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from core_bits import assert_same_bits, core_report
 from slime_harness import make_samples
 
-from rlk_audit import AuditConfig, Collector, ConsistencyError, TokenBatch
+from rlk_audit import AuditConfig, ConsistencyError
 from rlk_audit.integrations.nemo_rl import COUNTS, MEANS, AuditedLogger, AuditedLoss
 
 SAMPLES = make_samples(10, seed=9)
@@ -192,14 +193,7 @@ def test_the_logger_gives_the_bits_of_the_core() -> None:
     assert report.step == 12
     samples = expected_samples()
     assert oracle.differences(report.metrics, oracle.audit(samples)) == []
-    core = Collector(config)
-    columns = [[torch.tensor(getattr(s, side)) for s in samples] for side in ("train", "rollout", "mask")]
-    index = list(range(len(samples)))
-    ids = [s.token_ids for s in samples]
-    core.update(TokenBatch.from_lists(*columns, sample_index=index, sample_slot=index, token_ids=ids))
-    ours, theirs = report.to_dict(), core.compute().to_dict()
-    for part in ("metrics", "classes", "warnings", "worst_tokens", "breakdowns", "samples", "histogram"):
-        assert ours[part] == theirs[part], part
+    assert_same_bits(report, core_report(samples, config))
     ((values, step),) = inner.metrics
     assert step == 12
     assert values["rlk_audit/abs_dlogp_max"] == report.metrics["abs_dlogp_max"]

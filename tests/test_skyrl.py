@@ -18,9 +18,10 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from core_bits import assert_same_bits, core_report
 from slime_harness import make_samples
 
-from rlk_audit import AuditConfig, Collector, ConsistencyError, TokenBatch
+from rlk_audit import AuditConfig, ConsistencyError
 
 MODULE = "skyrl.train.utils.callbacks"
 SAMPLES = make_samples(9, seed=6)
@@ -148,14 +149,7 @@ def test_each_step_gives_the_figures_of_its_batch(skyrl: tuple[ModuleType, Any])
         assert oracle.differences(report.metrics, expected) == []
         assert logs["rlk_audit/abs_dlogp_max"] == expected.metrics["abs_dlogp_max"]
         assert logs["loss"] == 1.0
-        core = Collector(config)
-        columns = [[torch.tensor(getattr(s, side)) for s in samples] for side in ("train", "rollout", "mask")]
-        index = list(range(len(samples)))
-        ids = [s.token_ids for s in samples]
-        core.update(TokenBatch.from_lists(*columns, sample_index=index, sample_slot=index, token_ids=ids))
-        ours, theirs = report.to_dict(), core.compute().to_dict()
-        for part in ("metrics", "classes", "warnings", "worst_tokens", "breakdowns", "samples", "histogram"):
-            assert ours[part] == theirs[part], part
+        assert_same_bits(report, core_report(samples, config))
 
 
 def test_the_batch_is_left_alone(skyrl: tuple[ModuleType, Any]) -> None:

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from core_bits import assert_same_bits
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
 from rlk_audit import AuditConfig, Collector, StepReport, TokenBatch
@@ -46,11 +47,7 @@ def assert_of(metric: DlogpAudit, given: list[TokenBatch]) -> None:
     values = metric.compute()
     named = {CONFIG.prefix + name: value for name, value in expected.metrics.items()}
     assert bits({name: value.item() for name, value in values.items()}) == bits(named)
-    report = metric.report
-    assert report is not None
-    ours, theirs = report.to_dict(), expected.to_dict()
-    for part in ("classes", "warnings", "worst_tokens", "breakdowns", "samples", "histogram"):
-        assert ours[part] == theirs[part], part
+    assert_same_bits(metric.report, expected)
 
 
 def filled(given: list[TokenBatch]) -> DlogpAudit:

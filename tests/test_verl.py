@@ -19,6 +19,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from core_bits import assert_same_bits
 
 from rlk_audit import AuditConfig, Collector, ConsistencyError, StepReport
 
@@ -83,17 +84,10 @@ def core(values: dict[str, torch.Tensor], mask: torch.Tensor, valid: torch.Tenso
     return collector.compute()
 
 
-def assert_same(report: StepReport | None, expected: StepReport) -> None:
-    assert report is not None
-    ours, theirs = report.to_dict(), expected.to_dict()
-    for part in ("metrics", "classes", "warnings", "worst_tokens", "histogram"):
-        assert ours[part] == theirs[part], part
-
-
 def test_a_batch_has_the_figures_of_its_tokens() -> None:
     values = recorded()
     report = VerlAudit(AuditConfig()).step(DataProto.from_dict(values))
-    assert_same(report, core(values, values["response_mask"], values["attention_mask"][:, -max(LENGTHS) :]))
+    assert_same_bits(report, core(values, values["response_mask"], values["attention_mask"][:, -max(LENGTHS) :]))
     expected = oracle.audit(samples(values))
     assert oracle.differences(report.metrics, expected) == []
     assert [(t.sample_index, t.token_position, t.token_id) for t in report.worst_tokens] == [
@@ -108,7 +102,7 @@ def test_one_mask_is_enough(kept: str, mask: str) -> None:
     given = {name: value for name, value in values.items() if not name.endswith("_mask") or name == kept}
     shown = values[mask][:, -max(LENGTHS) :]
     report = VerlAudit(AuditConfig()).step(DataProto.from_dict(given))
-    assert_same(report, core(values, shown, shown if kept == "attention_mask" else None))
+    assert_same_bits(report, core(values, shown, shown if kept == "attention_mask" else None))
 
 
 def test_each_batch_is_a_step() -> None:

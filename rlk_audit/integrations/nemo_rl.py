@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_audit.auditor import Auditor
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig
+from rlk_audit.integrations.set_up import driver_auditor
 from rlk_audit.report import StepReport
 from rlk_audit.settings import resolve_settings
 from rlk_audit.sinks import Sink
@@ -109,9 +109,7 @@ class AuditedLogger:
 
     def __init__(self, logger: Any, config: AuditConfig | None = None, sinks: Sequence[Sink] = ()) -> None:
         self.logger = logger
-        settings = resolve_settings(None, config or AuditConfig())
-        off = settings.config.mode == "off"
-        self.auditor = Auditor(settings.config, sinks=sinks if off else settings.build_sinks(sinks))
+        self.auditor = driver_auditor(config, sinks)
         self.report: StepReport | None = None
         """The report of the last step."""
 

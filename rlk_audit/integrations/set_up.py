@@ -49,3 +49,19 @@ def make_auditor(
         close_all(built)
         raise
     return Auditor(settings.config, group, built, device, agreed=agreed)
+
+
+def driver_auditor(config: AuditConfig | None, sinks: Sequence[Sink]) -> Auditor:
+    """Return an auditor for the one process of a training that holds whole batches; reports go to a console at least.
+
+    Args:
+        config: the audit's settings as given in code, ``AuditConfig()`` if None; the environment and a YAML file go
+            before it.
+        sinks: where reports go, beside those that the settings name.
+
+    Raises:
+        ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up.
+    """
+    settings = resolve_settings(None, config or AuditConfig())
+    off = settings.config.mode == "off"
+    return Auditor(settings.config, sinks=sinks if off else settings.build_sinks(sinks))

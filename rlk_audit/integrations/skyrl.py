@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from rlk_audit.auditor import Auditor
 from rlk_audit.config import AuditConfig
+from rlk_audit.integrations.set_up import driver_auditor
 from rlk_audit.report import StepReport
-from rlk_audit.settings import resolve_settings
 from rlk_audit.sinks import Sink
 from rlk_audit.sinks.base import logged_values
 from rlk_audit.tokens import TokenBatch, or_fault
@@ -43,9 +42,7 @@ class SkyRLAudit(TrainingCallback):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, config: AuditConfig | None = None, sinks: Sequence[Sink] = ()) -> None:
-        settings = resolve_settings(None, config or AuditConfig())
-        off = settings.config.mode == "off"
-        self.auditor = Auditor(settings.config, sinks=sinks if off else settings.build_sinks(sinks))
+        self.auditor = driver_auditor(config, sinks)
         self.report: StepReport | None = None
         """The report of the last step."""
         self._unlogged: dict[str, float] = {}
