@@ -33,7 +33,7 @@ Neither part reaches 2^21, so that a sum overflows after 2^42 tokens at the larg
 
 _SKETCH = bins_per_side(GROUPING_POWER) + 3
 """Zero, under, the bins, over."""
-_TAIL, _HIGH, _LOW = range(_SKETCH, _SKETCH + 3)
+TAIL, HIGH, LOW = range(_SKETCH, _SKETCH + 3)
 ROW_LENGTH = _SKETCH + 3
 
 _CONFIDENCE_LOGS = tuple(math.log(edge) for edge in CONFIDENCE_EDGES)
@@ -102,9 +102,9 @@ def add_tokens(rows: Tensor, codes: Tensor, magnitude: Tensor, compared: Tensor,
     distance = bin_index(magnitude.float(), GROUPING_POWER) - (bins_per_side(GROUPING_POWER) + 2)
     fixed = fixed_point(magnitude)
     rows.scatter_add_(0, row + distance, compared.long())
-    rows.scatter_add_(0, row + _TAIL, tail.long())
-    rows.scatter_add_(0, row + _HIGH, fixed >> PART_BITS)
-    rows.scatter_add_(0, row + _LOW, fixed & ((1 << PART_BITS) - 1))
+    rows.scatter_add_(0, row + TAIL, tail.long())
+    rows.scatter_add_(0, row + HIGH, fixed >> PART_BITS)
+    rows.scatter_add_(0, row + LOW, fixed & ((1 << PART_BITS) - 1))
 
 
 def bucket_figures(
@@ -135,11 +135,11 @@ def _bucket(row: Rows, name: str, least: float, largest: float, maximum: float) 
         key: min(max(quantile_of_magnitude(counts, q, GROUPING_POWER, low, high), least), largest)
         for key, q in QUANTILES.items()
     }
-    total = (int(row[_HIGH]) << PART_BITS) + int(row[_LOW])
+    total = (int(row[HIGH]) << PART_BITS) + int(row[LOW])
     return Bucket(
         name,
         count,
-        tail_frac_ln2=int(row[_TAIL]) / count,
+        tail_frac_ln2=int(row[TAIL]) / count,
         abs_dlogp_mean=total / (count << FRACTION_BITS),
         abs_dlogp_max=maximum,
         **quantiles,

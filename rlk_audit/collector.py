@@ -13,13 +13,14 @@ from torch import Tensor
 
 from rlk_audit import breakdowns, samples
 from rlk_audit.config import AuditConfig
+from rlk_audit.kernels.choice import measure_for
 from rlk_audit.layout import COUNTER_INDEX, FLAGS, ROW_HEADER, StateLayout, label_column
-from rlk_audit.measure import FlatTokens, measure
+from rlk_audit.measure import FlatTokens
 from rlk_audit.ragged import to_float_and_missing
 from rlk_audit.report import StepReport
 from rlk_audit.state import State
 from rlk_audit.tokens import PerToken, TokenBatch, Values
-from rlk_audit.worst import abs_dlogp_of_rows, select_worst
+from rlk_audit.worst import abs_dlogp_of_rows, kth_largest_bound, select_worst
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Collector:
         self.config = config or AuditConfig()
         self.device = torch.device(device)
         self.layout = StateLayout(self.config)
+        self._measure_tokens = measure_for(self.config.kernel, self.device)
         self.last_error: str | None = None
         """The sentence on the step's last failed update or refused sample."""
         with torch.inference_mode(False), torch.no_grad():
@@ -241,7 +243,7 @@ class Collector:
             raise ValueError(batch.fault)
         state = self._empty.clone()
         shape, tokens = self._flatten(batch)
-        abs_dlogp, compared = measure(tokens, self.layout, state)
+        abs_dlogp, compared = self._measure_tokens(tokens, self.layout, state)
         self._count_batch(state, batch, shape, tokens)
         if tokens.train.numel():
             self._note_updates_since_rollout(state, batch, shape, compared)
@@ -410,7 +412,7 @@ class Collector:
             return torch.arange(len(abs_dlogp), device=self.device)
         floor = abs_dlogp_of_rows(self._state.worst)[-1].clamp(min=0.0)
         if self.config.worst_per_sample is None:
-            floor = torch.maximum(floor, abs_dlogp.topk(min(self.config.worst_k, len(abs_dlogp))).values[-1])
+            floor = torch.maximum(floor, kth_largest_bound(abs_dlogp, self.config.worst_k))
         return (abs_dlogp >= floor).nonzero()[:, 0]
 
 

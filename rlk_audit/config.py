@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 MODES = ("off", "audit", "strict")
+KERNELS = ("auto", "reference", "numba", "triton")
 TOKEN_CLASSES = (
     "rejected",
     "rollout_missing",
@@ -103,6 +104,8 @@ class AuditConfig:
         prefix: put before every metric's key by the sinks.
         metadata: free texts copied to every report.
         max_state_bytes: a configuration whose state vector is larger is refused.
+        kernel: what does the per-token work; the bits are the same. ``auto`` is ``numba`` on a CPU where it is
+            installed (extra ``fast``), else ``reference``; ``triton``, on CUDA, is taken only when asked for.
 
     Raises:
         ValueError: a value is out of its range; the text names the field, what was expected and what came.
@@ -129,6 +132,7 @@ class AuditConfig:
     prefix: str = "rlk_audit/"
     metadata: Mapping[str, str] = field(default_factory=dict)
     max_state_bytes: int = 2_000_000
+    kernel: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.mode in MODES, "mode", "one of off, audit, strict", self.mode)
@@ -152,6 +156,7 @@ class AuditConfig:
             self.prefix,
         )
         _require_integer(self.max_state_bytes, "max_state_bytes", 1, 2**40)
+        _require(self.kernel in KERNELS, "kernel", f"one of {', '.join(KERNELS)}", self.kernel)
         _require_integer(self.lag, "lag", 0, 1)
         if self.mode == "strict" and self.lag:
             raise ValueError("mode strict needs lag=0: a step's verdict must be known before the next step begins")
@@ -207,7 +212,7 @@ class AuditConfig:
 
     def agreed_values(self) -> dict[str, str]:
         """Return field name -> canonical text of everything that all ranks must agree on."""
-        return {name: json.dumps(value) for name, value in self.to_dict().items() if name != "metadata"}
+        return {name: json.dumps(value) for name, value in self.to_dict().items() if name not in ("metadata", "kernel")}
 
 
 def _require(condition: bool, name: str, expected: str, value: object) -> None:

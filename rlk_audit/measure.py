@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ ZERO_FILL_TRAIN_LOGP = -1.0
 LN2 = math.log(2.0)
 SQUARE_OVERFLOW = 2.0**64
 """The square of a float32 rounds to a finite float32 exactly when the value is below this."""
+K3_SERIES_BELOW = 2.0**-6
+K3_SERIES = (1 / 2, 1 / 6, 1 / 24, 1 / 120, 1 / 720)
+"""exp(d) - 1 - d near 0 is d^2 times this polynomial to a few 2^-42, where the difference itself would cancel."""
 CPU_CHUNK = 1 << 15
 """Tokens measured at once on a CPU, so that the temporaries stay in cache."""
 
@@ -88,21 +92,30 @@ def _measure_chunk(tokens: FlatTokens, layout: StateLayout, state: State) -> tup
     dlogp = train - rollout + 0.0  # a zero is +0.0 whatever the signs were
     magnitude = dlogp.abs()
     counts = _threshold_counts(tokens, compared, train, rollout, dlogp, magnitude, config)
-    prob_diff = _add_sums(layout, state, excluded, train, rollout, dlogp, counts)
+    rounded = Rounded.of(train, rollout, dlogp)
+    _add_sums(layout, state, excluded, rounded, counts)
     first = COUNTER_INDEX[TOKEN_COUNTS[0]]
     counters[first : first + len(TOKEN_COUNTS)] += torch.stack([counts[name] for name in TOKEN_COUNTS])
     sketch = state.additive[layout.fields["sketch"].slice]
-    sketch.scatter_add_(0, bin_index(dlogp.float(), config.grouping_power), compared.long())
-    for name in config.breakdowns:
+    sketch.scatter_add_(0, bin_index(rounded.dlogp, config.grouping_power), compared.long())
+    add_to_parts(tokens, layout, state, rollout, dlogp, compared)
+    if train.numel():
+        _widen_extremes(state, excluded, dlogp, magnitude, rounded.prob_diff)
+    return magnitude.masked_fill_(excluded, NO_TOKEN), compared
+
+
+def add_to_parts(
+    tokens: FlatTokens, layout: StateLayout, state: State, rollout: Tensor, dlogp: Tensor, compared: Tensor
+) -> None:
+    """Add tokens to the breakdowns and the table of samples; R and d, float64 [n], are 0 where not compared."""
+    magnitude = dlogp.abs()
+    for name in layout.config.breakdowns:
         codes = breakdowns.confidence_codes(rollout) if name == "confidence" else tokens.codes[name]
         rows = state.additive[layout.fields[breakdown_field(name)].slice]
         breakdowns.add_tokens(rows, codes, magnitude, compared, magnitude > LN2)
     if tokens.slot is not None:
         table = state.additive[layout.fields["samples"].slice]
         samples.add_tokens(table, tokens.slot, tokens.active, compared, dlogp)
-    if train.numel():
-        _widen_extremes(state, excluded, dlogp, magnitude, prob_diff)
-    return magnitude.masked_fill_(excluded, NO_TOKEN), compared
 
 
 def classify(tokens: FlatTokens, train: Tensor, rollout: Tensor, config: AuditConfig) -> Tensor:
@@ -147,56 +160,75 @@ def _threshold_counts(
     }
 
 
-def _add_sums(
-    layout: StateLayout,
-    state: State,
-    excluded: Tensor,
-    train: Tensor,
-    rollout: Tensor,
-    dlogp: Tensor,
-    counts: dict[str, Tensor],
-) -> Tensor:
-    """Add the exact sums, count overflows into ``counts``, return abs(p - q) (float32).
+class Rounded(NamedTuple):
+    """The base quantities of tokens, float32 [n]: rounded once, before anything else uses them."""
 
-    Base quantities are rounded to float32 once; squares and products are those of the rounded values, exactly.
-    """
+    dlogp: Tensor
+    ratio: Tensor
+    k3: Tensor
+    mult: Tensor
+    train_logp: Tensor
+    train_prob: Tensor
+    rollout_prob: Tensor
+    prob_diff: Tensor
+
+    @classmethod
+    def of(cls, train: Tensor, rollout: Tensor, dlogp: Tensor) -> Rounded:
+        """Return them from float64 [n] that are 0 where a token is not compared."""
+        ratio, train_prob, rollout_prob = dlogp.exp(), train.exp().float(), rollout.exp().float()
+        return cls(
+            dlogp.float(),
+            ratio.float(),
+            k3_of(dlogp, ratio).float(),
+            torch.maximum(ratio, ratio.reciprocal()).float(),
+            train.float(),
+            train_prob,
+            rollout_prob,
+            (train_prob - rollout_prob).abs_(),
+        )
+
+
+def _add_sums(layout: StateLayout, state: State, excluded: Tensor, rounded: Rounded, counts: dict[str, Tensor]) -> None:
+    """Add the exact sums and count overflows into ``counts``; squares and products are those of the rounded values."""
 
     def slots(name: str) -> Tensor:
         return state.additive[layout.fields[f"sum_{name}"].slice]
 
     def finite(values: Tensor, overflow: str) -> Tensor:
-        """Round to float32; what overflows is counted, and 0 like what is not compared."""
-        rounded = values.float().masked_fill_(excluded, 0.0)
-        overflows = rounded == math.inf
+        """Make what is not compared 0, and what overflows too, which is counted."""
+        values.masked_fill_(excluded, 0.0)
+        overflows = values == math.inf
         counts[overflow] = overflows.sum()
-        return rounded.masked_fill_(overflows, 0.0)
+        return values.masked_fill_(overflows, 0.0)
 
-    exp_dlogp = dlogp.exp()
-    ratio = finite(exp_dlogp, "overflow_ratio")
+    ratio = finite(rounded.ratio, "overflow_ratio")
     counts["overflow_square"] = counts["overflow_ratio"] + (ratio >= SQUARE_OVERFLOW).sum()
-    # Rounding can put expm1(d) below d by its last bit.
-    k3 = finite((dlogp.expm1() - dlogp).clamp_(min=0.0), "overflow_k3")
-    mult = finite(torch.maximum(exp_dlogp, exp_dlogp.reciprocal()), "overflow_mult")
-    train_prob = train.exp().float().masked_fill_(excluded, 0.0)
-    rollout_prob = rollout.exp().float().masked_fill_(excluded, 0.0)
-    prob_diff = (train_prob - rollout_prob).abs_()
-
-    dlogp_parts, ratio_parts = exact_sum.split(dlogp.float()), exact_sum.split(ratio)
-    train_parts, rollout_parts = exact_sum.split(train_prob), exact_sum.split(rollout_prob)
+    k3, mult = finite(rounded.k3, "overflow_k3"), finite(rounded.mult, "overflow_mult")
+    dlogp_parts, ratio_parts = exact_sum.split(rounded.dlogp), exact_sum.split(ratio)
+    train_parts = exact_sum.split(rounded.train_prob.masked_fill_(excluded, 0.0))
+    rollout_parts = exact_sum.split(rounded.rollout_prob.masked_fill_(excluded, 0.0))
     exact_sum.add_terms(slots("dlogp"), dlogp_parts)
     exact_sum.add_squares(slots("dlogp_squared"), dlogp_parts)
     exact_sum.add_terms(slots("ratio"), ratio_parts)
     exact_sum.add_squares(slots("ratio_squared"), ratio_parts)
     exact_sum.add_terms(slots("k3"), exact_sum.split(k3))
     exact_sum.add_terms(slots("mult"), exact_sum.split(mult))
-    exact_sum.add_terms(slots("train_logp"), exact_sum.split(train.float()))
+    exact_sum.add_terms(slots("train_logp"), exact_sum.split(rounded.train_logp))
     exact_sum.add_terms(slots("train_prob"), train_parts)
     exact_sum.add_squares(slots("train_prob_squared"), train_parts)
     exact_sum.add_terms(slots("rollout_prob"), rollout_parts)
     exact_sum.add_squares(slots("rollout_prob_squared"), rollout_parts)
     exact_sum.add_products(slots("prob_product"), train_parts, rollout_parts)
-    exact_sum.add_terms(slots("prob_diff"), exact_sum.split(prob_diff))
-    return prob_diff
+    exact_sum.add_terms(slots("prob_diff"), exact_sum.split(rounded.prob_diff))
+
+
+def k3_of(dlogp: Tensor, exp_dlogp: Tensor) -> Tensor:
+    """Return exp(d) - 1 - d (float64 [n]), never negative: k3 of J. Schulman, "Approximating KL Divergence" (2020)."""
+    series = torch.full_like(dlogp, K3_SERIES[-1])
+    for coefficient in reversed(K3_SERIES[:-1]):
+        series.mul_(dlogp).add_(coefficient)
+    series.mul_(dlogp * dlogp)
+    return torch.where(dlogp.abs() < K3_SERIES_BELOW, series, exp_dlogp - 1.0 - dlogp)
 
 
 def _widen_extremes(state: State, excluded: Tensor, dlogp: Tensor, magnitude: Tensor, prob_diff: Tensor) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlk_audit import setting_values as values
-from rlk_audit.config import DEFAULT_STRICT_CLASSES, MODES, TOKEN_CLASSES, AuditConfig
+from rlk_audit.config import DEFAULT_STRICT_CLASSES, KERNELS, MODES, TOKEN_CLASSES, AuditConfig
 from rlk_audit.contracts import apply_contract
 from rlk_audit.limits import Judge
 from rlk_audit.sinks import Sink, build_sinks
@@ -172,6 +172,12 @@ SETTINGS = (
     Setting("positive_tolerance", values.number, "NATS", "values above are no log-probabilities (default: 0.001)"),
     Setting("lag", values.integer, "{0,1}", "1 reads a step's reduction at the end of the next (default: 0)"),
     Setting("max_state_bytes", values.integer, "BYTES", "a larger state vector is refused (default: 2000000)"),
+    Setting(
+        "kernel",
+        values.one_of(KERNELS),
+        "{auto,reference,numba,triton}",
+        "what does the per-token work, in the same bits (default: auto)",
+    ),
     Setting("prefix", values.text, "TEXT", "put before every metric's key (default: rlk_audit/)"),
     Setting(
         "metadata",

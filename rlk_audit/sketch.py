@@ -28,8 +28,8 @@ from rlk_audit.config import quantile_fraction, quantile_text
 
 MIN_EXPONENT = -32
 MAX_EXPONENT = 16
-_BIAS = 127
-_MANTISSA_BITS = 23
+BIAS = 127
+MANTISSA_BITS = 23
 _SIGN_MASK = 0x7FFFFFFF
 
 Counts = npt.NDArray[np.int64]
@@ -56,10 +56,10 @@ def bin_index(values: Tensor, grouping_power: int) -> Tensor:
     """Return the count's index (int64, same shape) of each float32 value; finite or infinite, never NaN."""
     bits = values.view(torch.int32)
     magnitude = bits & _SIGN_MASK
-    lowest_key = (MIN_EXPONENT + _BIAS) << grouping_power
+    lowest_key = (MIN_EXPONENT + BIAS) << grouping_power
     bins = bins_per_side(grouping_power)
     # 1 is `under`, 2 .. bins + 1 are the bins, bins + 2 is `over`; zero alone stays at distance 0.
-    distance = ((magnitude >> (_MANTISSA_BITS - grouping_power)) - (lowest_key - 2)).clamp_(1, bins + 2)
+    distance = ((magnitude >> (MANTISSA_BITS - grouping_power)) - (lowest_key - 2)).clamp_(1, bins + 2)
     distance *= magnitude != 0
     return ((bins + 2) + torch.where(bits < 0, -distance, distance)).long()
 

@@ -6,6 +6,7 @@ tie), so the choice is made by exact selections, one worst token after another.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,10 @@ from rlk_audit.layout import WORST_LOG_PROBS, WORST_TOKEN
 
 NO_TOKEN = -1.0
 """Stands for abs(dlogp) where there is no compared token; below any abs(dlogp)."""
+
+FEW = 4096
+"""So many tokens on a CPU are sorted at once instead of being searched through for each choice."""
+_BLOCK = 1024
 
 _INT64_MAX = torch.iinfo(torch.int64).max
 _VALID = WORST_TOKEN.index("valid")
@@ -32,6 +37,8 @@ def select_worst(
         k: how many; where there are fewer tokens the last places do not exist.
         per_sample: take at most one token of each sample; tokens of unknown samples (-1) are each by itself.
     """
+    if abs_dlogp.device.type == "cpu" and len(abs_dlogp) <= FEW:
+        return _sorted_choice(abs_dlogp, sample, position, k, per_sample)
     place = torch.arange(len(abs_dlogp), device=abs_dlogp.device)
     remaining = abs_dlogp.clone()
     chosen, exists = [], []
@@ -47,6 +54,35 @@ def select_worst(
         taken = tied | ((sample == sample.index_select(0, lowest[None])) & (sample != -1)) if per_sample else tied
         remaining = torch.where(taken, NO_TOKEN, remaining)
     return torch.stack(chosen), torch.stack(exists)
+
+
+def _sorted_choice(
+    abs_dlogp: Tensor, sample: Tensor, position: Tensor, k: int, per_sample: bool
+) -> tuple[Tensor, Tensor]:
+    """The same choice by a stable sort."""
+    values, of_sample = abs_dlogp.numpy(), sample.numpy()
+    order = np.lexsort((position.numpy(), of_sample, -values))
+    if per_sample:
+        _, first = np.unique(of_sample[order], return_index=True)
+        leads = of_sample[order] == -1
+        leads[first] = True
+        order = order[leads]
+    chosen = np.zeros(k, dtype=np.int64)
+    chosen[: len(order)] = order[:k]
+    exists = np.zeros(k, dtype=np.bool_)
+    exists[: len(order)] = values[order[:k]] >= 0
+    return torch.from_numpy(chosen), torch.from_numpy(exists)
+
+
+def kth_largest_bound(values: Tensor, k: int) -> Tensor:
+    """Return a lower bound (scalar) of the k-th largest of values (float64 [n], n >= 1) on a CPU.
+
+    It is the k-th largest of the maxima of blocks, each of which is a value: the values themselves are looked at once.
+    """
+    whole = len(values) // _BLOCK
+    if whole < k:
+        return values.topk(min(k, len(values))).values[-1]
+    return values[: whole * _BLOCK].view(whole, _BLOCK).amax(1).topk(k).values[-1]
 
 
 def abs_dlogp_of_rows(rows: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ LEVELS = (
     ("worst", "metrics"),
     ("state", "report"),
     ("measure", "run_total", "signatures"),
+    ("kernels",),
     ("collector", "evidence_table", "diagnose", "run_view"),
     ("allreduce", "dumps", "evidence", "limits", "sinks", "warning_log", "page"),
     ("offline",),
@@ -50,14 +51,14 @@ MODULES = sorted(
 
 NEED_A_PACKAGE = (
     "cli", "integrations.torchmetrics", "integrations.skyrl", "integrations.trl", "integrations.verl",
-    "integrations.verl_plugin",
+    "integrations.verl_plugin", "kernels.numba_cpu", "kernels.triton_cuda",
 )  # fmt: skip
 """Parts and modules that are of no use without a package, and import it."""
 
 OPTIONAL = (
     "megatron", "torchmetrics", "rich", "transformers", "tensorboard", "wandb", "mlflow", "pandas", "pyarrow",
     "safetensors", "yaml", "hypothesis", "pytest", "vllm", "scipy", "matplotlib",
-    "jinja2", "plotly", "typer", "tokenizers", "trl", "accelerate", "verl", "ray", "tensordict",
+    "jinja2", "plotly", "typer", "tokenizers", "numba", "triton", "trl", "accelerate", "verl", "ray", "tensordict",
     "slime", "vime", "miles", "nemo_rl", "skyrl", "prime_rl", "swift",
 )  # fmt: skip
 OF_INTEGRATIONS = ("torchmetrics", "trl", "verl", "skyrl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from oracle import Expected, Sample, audit, sample_metrics
@@ -70,10 +71,20 @@ def cut_report_whole(group: list[Sample]) -> StepReport:
     return reduce(cut(group, random.Random(0), 1, 1, CONFIG), CONFIG)
 
 
+@pytest.fixture(scope="module")
+def whole(group: list[Sample]) -> dict[str, Any]:
+    """The uncut step, by the path that is taken by default; every other must give its bits too."""
+    return bits(without_layout(cut_report_whole(group)))
+
+
 @pytest.mark.parametrize("block", range(10))
-def test_every_bit_of_the_report_is_that_of_the_uncut_step(group: list[Sample], block: int) -> None:
-    """500 random layouts, 50 a block. Kills: a float accumulated in order of arrival; an id local to its shard."""
-    whole = bits(without_layout(cut_report_whole(group)))
+def test_every_bit_of_the_report_is_that_of_the_uncut_step(
+    group: list[Sample], whole: dict[str, Any], block: int, kernel: str
+) -> None:
+    """500 random layouts, 50 a block; 20 where an interpreter runs the kernels.
+
+    Kills: a float accumulated in order of arrival; an id local to its shard; a path that rounds otherwise.
+    """
     assert len(whole["metrics"]) > 70 and len(whole["samples"]) == 4
     assert {name: len(buckets) for name, buckets in whole["breakdowns"].items()} == {
         "engine": 4,
@@ -81,7 +92,7 @@ def test_every_bit_of_the_report_is_that_of_the_uncut_step(group: list[Sample], 
         "confidence": 9,
     }
     per_block = CUTS // 10
-    for seed in range(block * per_block, (block + 1) * per_block):
+    for seed in range(block * per_block, block * per_block + (2 if kernel == "triton" else per_block)):
         report = cut_report(group, seed)
         assert bits(without_layout(report)) == whole, f"layout {layouts(seed)} of seed {seed}"
 
@@ -96,7 +107,7 @@ def test_the_cuts_hold_every_kind_of_layout() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_other_steps_too(seed: int) -> None:
+def test_other_steps_too(seed: int, kernel: str) -> None:
     """Other samples, few layouts each, against the oracle."""
     group = step(random.Random(100 + seed))
     dp, cp = layouts(seed)
