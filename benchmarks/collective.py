@@ -1,0 +1,167 @@
+"""What the end of a step costs over 2, 4 and 8 gloo processes, beside a bare all-reduce and other ways to synchronise.
+
+    python -m benchmarks.collective
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import processes, timing
+from benchmarks.data import Batch, draw
+from benchmarks.peers import TorchMetrics
+from benchmarks.variants import audit_variants
+from rlk_audit import AuditConfig, Collector, StepReport, all_reduce
+
+GROUPS = (2, 4, 8)
+ROUNDS = 40
+TOKENS_A_RANK = 65536
+FIGURES = 34
+"""Numbers that a step would reduce one by one: the means, shares, counts and extremes of a report."""
+MICRO_BATCHES = 16
+MICRO_BATCH_TOKENS = 4096
+STEP_RANKS = 4
+SWEEP_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+"""Sizes of a bare all-reduce, to which a model of its time is fitted."""
+
+
+def by_turns_of_ranks(variants: dict[str, Callable[[], object]], rounds: int, warmup: int = 5) -> dict[str, list[float]]:
+    """Return this rank's seconds of every round; every turn begins with all ranks together."""
+    taken: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(warmup + rounds):
+        for name, run in variants.items():
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            if number >= warmup:
+                taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+class SplitReduction:
+    """One reduction of an audit, with a time for each of its parts."""
+
+    def __init__(self, config: AuditConfig, batch: Batch) -> None:
+        self.config = config
+        self.collector = Collector(config)
+        self.collector.update(**batch.update_arguments())
+        self.size = dist.get_world_size()
+        self.vector = self.pack()
+        self.reduced = self.vector.clone()
+        dist.all_reduce(self.reduced)
+        self.sent = self.vector.clone()
+
+    def pack(self) -> torch.Tensor:
+        return self.collector.pack(dist.get_rank(), self.size)
+
+    def send(self) -> None:
+        dist.all_reduce(self.sent.copy_(self.vector))
+
+    def unpack(self) -> StepReport:
+        return StepReport.from_vector(self.reduced, self.config, self.size)
+
+    def whole(self) -> StepReport:
+        """What a rank without a sink does: its report is not looked at."""
+        return all_reduce(self.collector)
+
+
+def _audit_parts(name: str, config: AuditConfig, batch: Batch) -> dict[str, Callable[[], object]]:
+    split = SplitReduction(config, batch)
+    split.whole()  # agrees on the settings
+    bare = torch.zeros_like(split.vector)
+    return {
+        f"{name}: pack": split.pack,
+        f"{name}: its all-reduce": split.send,
+        f"{name}: unpack": split.unpack,
+        f"{name}: figures": lambda: split.unpack().metrics,
+        f"{name}: pack, reduce, unpack": split.whole,
+        f"{name}: the same with all figures": lambda: split.whole().metrics,
+        "bare all-reduce of as many bytes": lambda: dist.all_reduce(bare),
+    }
+
+
+def _number_by_number(values: list[torch.Tensor]) -> None:
+    for value in values:
+        dist.all_reduce(value)
+
+
+def reductions() -> dict[str, list[float]]:
+    """Time every way to end a step, on one rank of the group."""
+    batch = draw(TOKENS_A_RANK, seed=dist.get_rank(), first_sample=1000 * dist.get_rank())
+    variants: dict[str, Callable[[], object]] = {}
+    for name, config in audit_variants().items():
+        variants |= _audit_parts(name, config, batch)
+    numbers = [torch.zeros((), dtype=torch.float64) for _ in range(FIGURES)]
+    variants[f"{FIGURES} all-reduces of one number"] = lambda: _number_by_number(numbers)
+    metrics = TorchMetrics()
+    metrics.update(batch)
+
+    def sync() -> None:
+        for metric in metrics.metrics:
+            metric._computed = None
+        metrics.compute()
+
+    variants["torchmetrics: sync and compute"] = sync
+    tokens = batch.abs_dlogp()[: int(0.89 * TOKENS_A_RANK)].float()
+    parts = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+    variants["gather of every abs(d)"] = lambda: dist.all_gather(parts, tokens)
+    variants["gather of every abs(d), sorted"] = lambda: (dist.all_gather(parts, tokens), torch.cat(parts).sort())
+    return by_turns_of_ranks(variants, ROUNDS)
+
+
+def sweep() -> dict[str, list[float]]:
+    """Time a bare all-reduce by size, on one rank of the group."""
+    buffers = {str(size): torch.zeros(size // 8, dtype=torch.int64) for size in SWEEP_BYTES}
+    variants: dict[str, Callable[[], object]] = {n: partial(dist.all_reduce, buffer) for n, buffer in buffers.items()}
+    return by_turns_of_ranks(variants, ROUNDS)
+
+
+def whole_steps() -> dict[str, list[float]]:
+    """Time a step of micro-batches and its reduction, on one rank of the group."""
+    batch = draw(MICRO_BATCHES * MICRO_BATCH_TOKENS, seed=dist.get_rank(), first_sample=1000 * dist.get_rank())
+    parts = batch.micro_batches(MICRO_BATCHES)
+    variants: dict[str, Callable[[], object]] = {}
+    for name, config in audit_variants().items():
+        variants[name] = partial(_audit_step, Collector(config), parts)
+    metrics = TorchMetrics()
+    variants["torchmetrics"] = partial(_torchmetrics_step, metrics, parts)
+    return by_turns_of_ranks(variants, ROUNDS // 2, warmup=2)
+
+
+def _audit_step(collector: Collector, parts: list[Batch]) -> None:
+    for part in parts:
+        collector.update(**part.update_arguments())
+    assert all_reduce(collector).metrics
+    collector.reset()
+
+
+def _torchmetrics_step(metrics: TorchMetrics, parts: list[Batch]) -> None:
+    for part in parts:
+        metrics.update(part)
+    assert metrics.compute()
+    metrics.reset()
+
+
+def result() -> dict[str, Any]:
+    """Return the group's results."""
+    torch.set_num_threads(1)
+    groups, sweeps = {}, {}
+    for size in GROUPS:
+        groups[str(size)] = timing.summaries(processes.slowest(processes.group(size, reductions)))
+        sweeps[str(size)] = timing.summaries(processes.slowest(processes.group(size, sweep)))
+    steps = timing.summaries(processes.slowest(processes.group(STEP_RANKS, whole_steps)))
+    sizes = {"tokens_a_rank": TOKENS_A_RANK, "micro_batches": MICRO_BATCHES, "micro_batch_tokens": MICRO_BATCH_TOKENS}
+    return timing.made() | sizes | {"groups": groups, "sweep": sweeps, "step_ranks": STEP_RANKS, "steps": steps}
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    print(json.dumps(result()))
