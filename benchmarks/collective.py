@@ -1,6 +1,6 @@
 """What the end of a step costs over 2, 4 and 8 gloo processes, beside a bare all-reduce and other ways to synchronise.
 
-    python -m benchmarks.collective
+python -m benchmarks.collective
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ SWEEP_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of a bare all-reduce, to which a model of its time is fitted."""
 
 
-def by_turns_of_ranks(variants: dict[str, Callable[[], object]], rounds: int, warmup: int = 5) -> dict[str, list[float]]:
+def by_turns_of_ranks(
+    variants: dict[str, Callable[[], object]], rounds: int, warmup: int = 5
+) -> dict[str, list[float]]:
     """Return this rank's seconds of every round; every turn begins with all ranks together."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(warmup + rounds):

@@ -1,6 +1,6 @@
 """verl's own two metric functions beside the audit, in an environment that has verl; prints JSON.
 
-    python -m benchmarks.verl_functions 4096 65536 1048576
+python -m benchmarks.verl_functions 4096 65536 1048576
 """
 
 from __future__ import annotations
