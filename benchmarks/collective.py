@@ -33,9 +33,7 @@ SWEEP_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of a bare all-reduce, to which a model of its time is fitted."""
 
 
-def by_turns_of_ranks(
-    variants: dict[str, Callable[[], object]], rounds: int, warmup: int = 5
-) -> dict[str, list[float]]:
+def by_turns_of_ranks(variants: Runs, rounds: int, warmup: int = 5) -> dict[str, list[float]]:
     """Return this rank's seconds of every round; every turn begins with all ranks together."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(warmup + rounds):
@@ -75,7 +73,7 @@ class SplitReduction:
         return all_reduce(self.collector)
 
 
-def _audit_parts(name: str, config: AuditConfig, batch: Batch) -> dict[str, Callable[[], object]]:
+def _audit_parts(name: str, config: AuditConfig, batch: Batch) -> Runs:
     split = SplitReduction(config, batch)
     split.whole()  # agrees on the settings
     bare = torch.zeros_like(split.vector)
@@ -98,7 +96,7 @@ def _number_by_number(values: list[torch.Tensor]) -> None:
 def reductions() -> dict[str, list[float]]:
     """Time every way to end a step, on one rank of the group."""
     batch = draw(TOKENS_A_RANK, seed=dist.get_rank(), first_sample=1000 * dist.get_rank())
-    variants: dict[str, Callable[[], object]] = {}
+    variants: Runs = {}
     for name, config in audit_variants().items():
         variants |= _audit_parts(name, config, batch)
     numbers = [torch.zeros((), dtype=torch.float64) for _ in range(FIGURES)]
@@ -122,7 +120,7 @@ def reductions() -> dict[str, list[float]]:
 def sweep() -> dict[str, list[float]]:
     """Time a bare all-reduce by size, on one rank of the group."""
     buffers = {str(size): torch.zeros(size // 8, dtype=torch.int64) for size in SWEEP_BYTES}
-    variants: dict[str, Callable[[], object]] = {n: partial(dist.all_reduce, buffer) for n, buffer in buffers.items()}
+    variants: Runs = {n: partial(dist.all_reduce, buffer) for n, buffer in buffers.items()}
     return by_turns_of_ranks(variants, ROUNDS)
 
 
@@ -130,7 +128,7 @@ def whole_steps() -> dict[str, list[float]]:
     """Time a step of micro-batches and its reduction, on one rank of the group."""
     batch = draw(MICRO_BATCHES * MICRO_BATCH_TOKENS, seed=dist.get_rank(), first_sample=1000 * dist.get_rank())
     parts = batch.micro_batches(MICRO_BATCHES)
-    variants: dict[str, Callable[[], object]] = {}
+    variants: Runs = {}
     for name, config in audit_variants().items():
         variants[name] = partial(_audit_step, Collector(config), parts)
     metrics = TorchMetrics()

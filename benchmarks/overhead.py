@@ -1,4 +1,4 @@
-"""What the audit adds to a training step of the example, on 4 processes (TP2 x DP2): steps without and with it by turns.
+"""What the audit adds to a training step of the example, by turns without and with it (4 processes, TP2 x DP2).
 
     python -m benchmarks.overhead [--rounds 60]
 
@@ -99,8 +99,9 @@ def _registered(mode: str, folder: Path, asked: dict[str, Any], variant: str | N
 
 
 def _step(trainer: Any, batch: dict[str, torch.Tensor], audit: Any, name: str) -> Callable[[int], None]:
-    import train
     from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import train
     from trainer import forward_step
 
     observer = audit if "breakdowns" in name else _WithoutParts(audit)
