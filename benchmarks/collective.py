@@ -33,6 +33,9 @@ SWEEP_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of a bare all-reduce, to which a model of its time is fitted."""
 
 
+Runs = dict[str, Callable[[], object]]
+
+
 def by_turns_of_ranks(variants: Runs, rounds: int, warmup: int = 5) -> dict[str, list[float]]:
     """Return this rank's seconds of every round; every turn begins with all ranks together."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
