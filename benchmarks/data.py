@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 SAMPLE_LENGTH = 1024
+SIZES = (4096, 65536, 1 << 20)
+"""Tokens of a micro-batch."""
 
 
 @dataclass(frozen=True)

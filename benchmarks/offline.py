@@ -30,9 +30,9 @@ from rlk_audit.offline.audit import audit_dump
 
 TESTS = Path(__file__).parents[1] / "tests"
 TOKENS = 1 << 19
-STEPS = 4
+STEPS = 2
 LENGTHS = (1000, 8000)
-ROUNDS = 5
+ROUNDS = 3
 PROCESSES = 2
 FORMATS = (
     "slime", "miles", "nemo-rl", "prime-rl", "skyrl", "table jsonl", "table parquet", "table npz", "table safetensors",
@@ -123,7 +123,7 @@ def of_one_dump(folder: Path, name: str, tokens: int, length: int) -> dict[str, 
         "reader": partial(read, folder, name),
         "library": partial(library, paths),
     }
-    taken = timing.by_turns(runs, ROUNDS)
+    taken = timing.by_turns(runs, ROUNDS, warmup=0)
     return {
         "tokens": read(folder, name),
         "bytes": sum(path.stat().st_size for path in paths),
@@ -139,7 +139,7 @@ def shared(folders: dict[str, Path]) -> dict[str, list[float]]:
         for name, folder in folders.items()
     }
     dist.barrier()
-    return timing.by_turns(runs, ROUNDS)
+    return timing.by_turns(runs, ROUNDS, warmup=0)
 
 
 def of_length(folder: Path, tokens: int, length: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A latency-bandwidth model of the one all-reduce of a step, from 8 to 16,384 ranks, and how it fits what was measured.
 
-    python -m benchmarks.scale
+    python -m benchmarks.scale [results of collective as JSON]
 
 The time of an all-reduce of n bytes over p ranks is taken as a latency for each step in sequence, and n bytes at a
 bandwidth. Steps, latencies and efficiencies of protocols are those by which NCCL itself chooses an algorithm.
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,4 +149,4 @@ def result(collective: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(result(None)))
+    print(json.dumps(result(json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else None)))

@@ -18,8 +18,7 @@ from unittest import mock
 import torch
 
 from benchmarks import timing
-from benchmarks.data import draw
-from benchmarks.update import SIZES
+from benchmarks.data import SIZES, draw
 from benchmarks.variants import audit_variants
 from rlk_audit import AuditConfig, Collector, StepReport, all_reduce, exact_sum, measure
 from rlk_audit.state import State

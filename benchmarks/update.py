@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from benchmarks import peers, timing
-from benchmarks.data import Batch, draw, with_faults
+from benchmarks.data import SIZES, Batch, draw, with_faults
 from benchmarks.exact_audit import disagreements, exact_audit
 from benchmarks.variants import audit_variants
 from rlk_audit import AuditConfig, Collector
 
-SIZES = (4096, 65536, 1 << 20)
 ROUNDS = {4096: 41, 65536: 21, 1 << 20: 9}
 FEWEST_ROUNDS = 3
 PARTS_TOKENS = 65536
