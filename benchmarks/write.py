@@ -230,9 +230,9 @@ def _validation(found: Results | None) -> str:
     fitted = f"{number(1e6 * found['alpha'])} us a step, {number(1e9 * found['beta'])} ns a byte"
     spread = f"{number(min(predicted))} to {number(max(predicted))}" if predicted else "nothing: none was measured"
     return (
-        "Does the form hold? It is fitted to a bare gloo all-reduce, a ring, of 2 and 4 processes, and predicts that of\n"
-        f"8. Processes that outnumber the {found['cores']} cores run by turns, so a step and a byte count processes /\n"
-        f"cores times. The fit is {fitted}; of 8 processes, model / measured is {spread}.\n\n"
+        "Does the form hold? It is fitted to a bare gloo all-reduce, a ring, of 2 and 4 processes, and predicts that\n"
+        f"of 8. Processes that outnumber the {found['cores']} cores run by turns, so a step and a byte count\n"
+        f"processes / cores times. The fit is {fitted}; of 8 processes, model / measured is {spread}.\n\n"
         + table(["processes", "bytes", "measured, ms", "model, ms", "model / measured"], rows)
     )
 
