@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,8 @@ from benchmarks.variants import audit_variants
 from rlk_audit import AuditConfig, Collector, StepReport, all_reduce
 
 GROUPS = (2, 4, 8)
-ROUNDS = 40
+AUDIT_ROUNDS = 80
+OTHER_ROUNDS = 25
 TOKENS_A_RANK = 65536
 FIGURES = 34
 """Numbers that a step would reduce one by one: the means, shares, counts and extremes of a report."""
@@ -39,11 +41,12 @@ Runs = dict[str, Callable[[], object]]
 def by_turns_of_ranks(variants: Runs, rounds: int, warmup: int = 5) -> dict[str, list[float]]:
     """Return this rank's seconds of every round; every turn begins with all ranks together."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
+    order = random.Random(0)  # the same on every rank
     for number in range(warmup + rounds):
-        for name, run in variants.items():
+        for name in order.sample(list(variants), len(variants)):
             dist.barrier()
             start = time.perf_counter()
-            run()
+            variants[name]()
             if number >= warmup:
                 taken[name].append(time.perf_counter() - start)
     return taken
@@ -86,7 +89,6 @@ def _audit_parts(name: str, config: AuditConfig, batch: Batch) -> Runs:
         f"{name}: unpack": split.unpack,
         f"{name}: figures": lambda: split.unpack().metrics,
         f"{name}: pack, reduce, unpack": split.whole,
-        f"{name}: the same with all figures": lambda: split.whole().metrics,
         "bare all-reduce of as many bytes": lambda: dist.all_reduce(bare),
     }
 
@@ -96,47 +98,59 @@ def _number_by_number(values: list[torch.Tensor]) -> None:
         dist.all_reduce(value)
 
 
-def reductions() -> dict[str, list[float]]:
-    """Time every way to end a step, on one rank of the group."""
-    batch = draw(TOKENS_A_RANK, seed=dist.get_rank(), first_sample=1000 * dist.get_rank())
+def _own_batch(tokens: int) -> Batch:
+    return draw(tokens, seed=dist.get_rank(), first_sample=1000 * dist.get_rank())
+
+
+def audits() -> dict[str, list[float]]:
+    """Time an audit's reduction and its parts beside a bare one, on one rank of the group."""
     variants: Runs = {}
     for name, config in audit_variants().items():
-        variants |= _audit_parts(name, config, batch)
+        variants |= _audit_parts(name, config, _own_batch(TOKENS_A_RANK))
+    return by_turns_of_ranks(variants, AUDIT_ROUNDS)
+
+
+def others() -> dict[str, list[float]]:
+    """Time other ways to synchronise beside the audit's, on one rank of the group."""
+    batch = _own_batch(TOKENS_A_RANK)
+    variants: Runs = {}
+    for name, config in audit_variants().items():
+        split = SplitReduction(config, batch)
+        variants[f"{name}: pack, reduce, unpack, all figures"] = lambda split=split: split.whole().metrics
     numbers = [torch.zeros((), dtype=torch.float64) for _ in range(FIGURES)]
     variants[f"{FIGURES} all-reduces of one number"] = lambda: _number_by_number(numbers)
     metrics = TorchMetrics()
     metrics.update(batch)
-
-    def sync() -> None:
-        for metric in metrics.metrics:
-            metric._computed = None
-        metrics.compute()
-
-    variants["torchmetrics: sync and compute"] = sync
-    tokens = batch.abs_dlogp()[: int(0.89 * TOKENS_A_RANK)].float()
+    variants["torchmetrics: sync and compute"] = partial(_sync, metrics)
+    tokens = batch.abs_dlogp()[: int(0.89 * TOKENS_A_RANK)].float()  # as many on every rank
     parts = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
     variants["gather of every abs(d)"] = lambda: dist.all_gather(parts, tokens)
     variants["gather of every abs(d), sorted"] = lambda: (dist.all_gather(parts, tokens), torch.cat(parts).sort())
-    return by_turns_of_ranks(variants, ROUNDS)
+    return by_turns_of_ranks(variants, OTHER_ROUNDS, warmup=2)
+
+
+def _sync(metrics: TorchMetrics) -> None:
+    for metric in metrics.metrics:
+        metric._computed = None  # torchmetrics keeps what it computed
+    metrics.compute()
 
 
 def sweep() -> dict[str, list[float]]:
     """Time a bare all-reduce by size, on one rank of the group."""
     buffers = {str(size): torch.zeros(size // 8, dtype=torch.int64) for size in SWEEP_BYTES}
     variants: Runs = {n: partial(dist.all_reduce, buffer) for n, buffer in buffers.items()}
-    return by_turns_of_ranks(variants, ROUNDS)
+    return by_turns_of_ranks(variants, OTHER_ROUNDS)
 
 
 def whole_steps() -> dict[str, list[float]]:
     """Time a step of micro-batches and its reduction, on one rank of the group."""
-    batch = draw(MICRO_BATCHES * MICRO_BATCH_TOKENS, seed=dist.get_rank(), first_sample=1000 * dist.get_rank())
-    parts = batch.micro_batches(MICRO_BATCHES)
+    parts = _own_batch(MICRO_BATCHES * MICRO_BATCH_TOKENS).micro_batches(MICRO_BATCHES)
     variants: Runs = {}
     for name, config in audit_variants().items():
         variants[name] = partial(_audit_step, Collector(config), parts)
     metrics = TorchMetrics()
     variants["torchmetrics"] = partial(_torchmetrics_step, metrics, parts)
-    return by_turns_of_ranks(variants, ROUNDS // 2, warmup=2)
+    return by_turns_of_ranks(variants, OTHER_ROUNDS, warmup=2)
 
 
 def _audit_step(collector: Collector, parts: list[Batch]) -> None:
@@ -156,13 +170,14 @@ def _torchmetrics_step(metrics: TorchMetrics, parts: list[Batch]) -> None:
 def result() -> dict[str, Any]:
     """Return the group's results."""
     torch.set_num_threads(1)
-    groups, sweeps = {}, {}
-    for size in GROUPS:
-        groups[str(size)] = timing.summaries(processes.slowest(processes.group(size, reductions)))
-        sweeps[str(size)] = timing.summaries(processes.slowest(processes.group(size, sweep)))
-    steps = timing.summaries(processes.slowest(processes.group(STEP_RANKS, whole_steps)))
+
+    def measured(size: int, work: Callable[[], dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+        return timing.summaries(processes.slowest(processes.group(size, work)))
+
+    measurements = {"groups": audits, "others": others, "sweep": sweep}
+    found = {name: {str(size): measured(size, work) for size in GROUPS} for name, work in measurements.items()}
     sizes = {"tokens_a_rank": TOKENS_A_RANK, "micro_batches": MICRO_BATCHES, "micro_batch_tokens": MICRO_BATCH_TOKENS}
-    return timing.made() | sizes | {"groups": groups, "sweep": sweeps, "step_ranks": STEP_RANKS, "steps": steps}
+    return timing.made() | sizes | found | {"step_ranks": STEP_RANKS, "steps": measured(STEP_RANKS, whole_steps)}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tokens a second of an audit of a dump, by format, in one process and in two, beside reading the files alone.
 
-    python -m benchmarks.offline [--tokens 524288]
+    python -m benchmarks.offline [--tokens 786432]
 
 A dump is audited as `rlk-audit report` does it, with everything but the page. Reading alone is one pass of the
 package's own reader, and one pass of the library that the reader stands on; an audit makes two passes.
@@ -29,8 +29,8 @@ from rlk_audit.dumps.sample import ReadOptions
 from rlk_audit.offline.audit import audit_dump
 
 TESTS = Path(__file__).parents[1] / "tests"
-TOKENS = 1 << 19
-STEPS = 2
+TOKENS = 3 << 18
+STEPS = 4
 LENGTHS = (1000, 8000)
 ROUNDS = 3
 PROCESSES = 2

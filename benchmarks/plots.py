@@ -11,6 +11,7 @@ from matplotlib import pyplot
 
 matplotlib.use("svg")
 OURS, OTHERS, LIGHT = "#c0392b", "#5d6d7e", "#aab7b8"
+PEERS = ("#2e86c1", "#85c1e9", "#229954", "#7dcea0", "#b7950b", "#8e44ad", "#c39bd3", "#1b2631", "#85929e")
 STAGE_COLOURS = (
     "#aab7b8", "#85c1e9", "#2e86c1", "#f5b041", "#c0392b", "#a569bd", "#58d68d", "#7b7d7d", "#d5dbdb",
 )  # fmt: skip
@@ -47,7 +48,7 @@ def _update(group: Results, axes: Any) -> None:
     for number, name in enumerate(names):
         times = [group["sizes"][str(size)]["times"][name]["median"] / size * 1e9 for size in sizes]
         ours = ":" in name
-        colour = OURS if ours else matplotlib.colormaps["tab20"](number)
+        colour = OURS if ours else PEERS[number % len(PEERS)]
         axes.plot(
             sizes, times, marker="o", ms=3, color=colour, lw=2.2 if ours else 1.0,
             ls="--" if name.endswith("report") else "-", label=name,
@@ -72,14 +73,14 @@ def _stages(group: Results, axes: Any) -> None:
 
 
 def _collective(group: Results, axes: Any) -> None:
-    names = list(next(iter(group["groups"].values())))
-    wide = 0.8 / len(group["groups"])
-    for number, (size, times) in enumerate(group["groups"].items()):
+    sizes = list(group["groups"])
+    both = {size: group["groups"][size] | group["others"][size] for size in sizes}
+    names = list(both[sizes[0]])
+    wide = 0.8 / len(sizes)
+    for number, size in enumerate(sizes):
         places = [at + wide * number for at in range(len(names))]
-        colour = (LIGHT, OTHERS, "#212f3c")[number % 3]
-        axes.barh(
-            places, [1e3 * times[name]["median"] for name in names], wide, color=colour, label=f"{size} processes"
-        )
+        times = [1e3 * both[size][name]["median"] for name in names]
+        axes.barh(places, times, wide, color=(LIGHT, OTHERS, "#212f3c")[number % 3], label=f"{size} processes")
     axes.set_yticks([at + 0.4 - wide / 2 for at in range(len(names))], names, fontsize=7)
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="ms, slowest process")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
+from textwrap import fill
 from typing import Any
 
 from benchmarks.scale import SOURCES
@@ -19,6 +20,8 @@ from benchmarks.scale import SOURCES
 Results = Mapping[str, Any]
 Times = Mapping[str, Mapping[str, float]]
 TEMPLATE = Path(__file__).with_name("template.md")
+WIDTH = 120
+WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 BYTES_A_TOKEN = 9
 BARE = "bare all-reduce of as many bytes"
 UNPACKED = "pack, reduce, unpack"
@@ -32,7 +35,13 @@ def page(results: Results, pictures: str) -> str:
         if name in results:
             parts.append(Template(text).substitute(SECTIONS[name](results[name])))
             parts.append(f"![{text.splitlines()[0].removeprefix('## ')}]({pictures}/{name}.svg)")
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return wrapped("\n\n".join(part.strip() for part in parts)) + "\n"
+
+
+def wrapped(text: str) -> str:
+    """Return the text with its paragraphs broken into lines anew, since what was put in moved their ends."""
+    blocks = [block if block[0] in "#|!-" else fill(block, WIDTH, **WHOLE_WORDS) for block in text.split("\n\n")]
+    return "\n\n".join(blocks)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -92,23 +101,13 @@ def _machine(place: Results) -> str:
 
 def _update(group: Results) -> dict[str, object]:
     sizes = group["sizes"]
-    first = next(iter(sizes.values()))["times"]
-    base = next(iter(first))
-    head = ["ms"]
-    for size in sizes:
-        head += [f"{int(size):,} tokens", "ratio"]
-    rows = []
-    for name in first:
-        row = [name]
-        for found in sizes.values():
-            row += [milliseconds(found["times"][name]), ratio(found["times"][name], found["times"][base])]
-        rows.append(row)
+    base = next(iter(next(iter(sizes.values()))["times"]))
     parts = group["parts"]
     rows_of_parts = [[*row, f"{parts['bytes'][row[0]]:,}"] for row in _compared(parts["times"])]
     return {
         "rounds": ", ".join(f"{rounds(found['times'])} of {int(size):,}" for size, found in sizes.items()),
         "base": base,
-        "times": table(head, rows),
+        "times": _by_size({f"{int(size):,}": found["times"] for size, found in sizes.items()}, base, "tokens"),
         "verl": _verl(group["verl"]),
         "accuracy": _accuracy(sizes),
         "parts_tokens": f"{parts['tokens']:,}",
@@ -158,13 +157,23 @@ def _stages(group: Results) -> dict[str, object]:
     return {"bandwidth": f"{group['bandwidth'] / 1e9:.1f}", "stages": "\n\n".join(blocks)}
 
 
+def _by_size(groups: Mapping[str, Times], base: str, of: str = "processes") -> str:
+    """Return a table with a pair of columns, milliseconds and the ratio to `base`, for each size."""
+    head = [""]
+    for size in groups:
+        head += [f"ms, {size} {of}", "ratio"]
+    rows = []
+    for name in next(iter(groups.values())):
+        row = [name]
+        for times in groups.values():
+            row += [milliseconds(times[name]), ratio(times[name], times[base])]
+        rows.append(row)
+    return table(head, rows)
+
+
 def _collective(group: Results) -> dict[str, object]:
     groups = group["groups"]
     first = next(iter(groups.values()))
-    blocks = []
-    for size, times in groups.items():
-        rows = [[name, milliseconds(found), ratio(found, times[BARE])] for name, found in times.items()]
-        blocks.append(table([f"{size} processes", "ms", "ratio to bare"], rows))
     told = []
     for name in (name for name in first if name.endswith(UNPACKED)):
         ratios = [f"{ratio(times[name], times[BARE])} of {size}" for size, times in groups.items()]
@@ -173,7 +182,9 @@ def _collective(group: Results) -> dict[str, object]:
         "tokens": f"{group['tokens_a_rank']:,}",
         "rounds": rounds(first),
         "told": " ".join(told),
-        "tables": "\n\n".join(blocks),
+        "audits": _by_size(groups, BARE),
+        "others": _by_size(group["others"], next(iter(group["others"][next(iter(groups))]))),
+        "other_rounds": rounds(group["others"][next(iter(groups))]),
         "micro_batches": group["micro_batches"],
         "micro_batch_tokens": f"{group['micro_batch_tokens']:,}",
         "step_ranks": group["step_ranks"],
