@@ -119,8 +119,8 @@ $(VENV)-bench/.installed: pyproject.toml
 
 bench: $(VENV)-bench/.installed
 	$(RUN) $(VENV)-bench/bin/python -m pytest tests/test_benchmarks.py
-	$(RUN) $(VENV)-bench/bin/python -m benchmarks.run docs/benchmarks/results.json $(BENCH_ARGS) \
-		--verl-python "$(wildcard $(VENV)-verl/bin/python)"
+	$(RUN) $(VENV)-bench/bin/python -m benchmarks.run docs/benchmarks/results.json \
+		--verl-python "$(wildcard $(VENV)-verl/bin/python)" $(BENCH_ARGS)
 	$(VENV)-bench/bin/python -m benchmarks.write docs/benchmarks/results.json docs/benchmarks.md
 
 lint: $(VENV)/.installed
