@@ -23,8 +23,10 @@ from benchmarks.variants import audit_variants
 from rlk_audit import AuditConfig, Collector, StepReport, all_reduce
 
 GROUPS = (2, 4, 8)
-AUDIT_ROUNDS = 80
-OTHER_ROUNDS = 25
+ROUNDS = 25
+WARMUP = 2
+REPEATS = 5
+"""Calls in a turn, one after another: how soon a process wakes from a barrier is then a small part of the time."""
 TOKENS_A_RANK = 65536
 FIGURES = 34
 """Numbers that a step would reduce one by one: the means, shares, counts and extremes of a report."""
@@ -38,17 +40,18 @@ SWEEP_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 Runs = dict[str, Callable[[], object]]
 
 
-def by_turns_of_ranks(variants: Runs, rounds: int, warmup: int = 5) -> dict[str, list[float]]:
-    """Return this rank's seconds of every round; every turn begins with all ranks together."""
+def by_turns_of_ranks(variants: Runs, repeats: int = 1) -> dict[str, list[float]]:
+    """Return this rank's seconds a call of every round; every turn begins with all ranks together."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
     order = random.Random(0)  # the same on every rank
-    for number in range(warmup + rounds):
+    for number in range(WARMUP + ROUNDS):
         for name in order.sample(list(variants), len(variants)):
             dist.barrier()
             start = time.perf_counter()
-            variants[name]()
-            if number >= warmup:
-                taken[name].append(time.perf_counter() - start)
+            for _ in range(repeats):
+                variants[name]()
+            if number >= WARMUP:
+                taken[name].append((time.perf_counter() - start) / repeats)
     return taken
 
 
@@ -107,7 +110,7 @@ def audits() -> dict[str, list[float]]:
     variants: Runs = {}
     for name, config in audit_variants().items():
         variants |= _audit_parts(name, config, _own_batch(TOKENS_A_RANK))
-    return by_turns_of_ranks(variants, AUDIT_ROUNDS)
+    return by_turns_of_ranks(variants, REPEATS)
 
 
 def others() -> dict[str, list[float]]:
@@ -126,7 +129,7 @@ def others() -> dict[str, list[float]]:
     parts = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
     variants["gather of every abs(d)"] = lambda: dist.all_gather(parts, tokens)
     variants["gather of every abs(d), sorted"] = lambda: (dist.all_gather(parts, tokens), torch.cat(parts).sort())
-    return by_turns_of_ranks(variants, OTHER_ROUNDS, warmup=2)
+    return by_turns_of_ranks(variants)
 
 
 def _sync(metrics: TorchMetrics) -> None:
@@ -139,7 +142,7 @@ def sweep() -> dict[str, list[float]]:
     """Time a bare all-reduce by size, on one rank of the group."""
     buffers = {str(size): torch.zeros(size // 8, dtype=torch.int64) for size in SWEEP_BYTES}
     variants: Runs = {n: partial(dist.all_reduce, buffer) for n, buffer in buffers.items()}
-    return by_turns_of_ranks(variants, OTHER_ROUNDS)
+    return by_turns_of_ranks(variants, REPEATS)
 
 
 def whole_steps() -> dict[str, list[float]]:
@@ -150,7 +153,7 @@ def whole_steps() -> dict[str, list[float]]:
         variants[name] = partial(_audit_step, Collector(config), parts)
     metrics = TorchMetrics()
     variants["torchmetrics"] = partial(_torchmetrics_step, metrics, parts)
-    return by_turns_of_ranks(variants, OTHER_ROUNDS, warmup=2)
+    return by_turns_of_ranks(variants)
 
 
 def _audit_step(collector: Collector, parts: list[Batch]) -> None:
@@ -177,6 +180,7 @@ def result() -> dict[str, Any]:
     measurements = {"groups": audits, "others": others, "sweep": sweep}
     found = {name: {str(size): measured(size, work) for size in GROUPS} for name, work in measurements.items()}
     sizes = {"tokens_a_rank": TOKENS_A_RANK, "micro_batches": MICRO_BATCHES, "micro_batch_tokens": MICRO_BATCH_TOKENS}
+    sizes["repeats"] = REPEATS
     return timing.made() | sizes | found | {"step_ranks": STEP_RANKS, "steps": measured(STEP_RANKS, whole_steps)}
 
 

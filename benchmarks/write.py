@@ -181,6 +181,7 @@ def _collective(group: Results) -> dict[str, object]:
     return {
         "tokens": f"{group['tokens_a_rank']:,}",
         "rounds": rounds(first),
+        "repeats": group["repeats"],
         "told": " ".join(told),
         "audits": _by_size(groups, BARE),
         "others": _by_size(group["others"], next(iter(group["others"][next(iter(groups))]))),

@@ -43,7 +43,7 @@ def results() -> dict[str, Any]:
     stage = {"stages": {"4096": {"classes": 0.001, "rest": 0.003}}, "after": times("pack")}
     reduced = times("rlk_audit: pack, reduce, unpack", write.BARE)
     sweep = {str(ranks): {str(size): time(1e-4 * ranks) for size in (1024, 1 << 20)} for ranks in (2, 4, 8)}
-    counts = {"tokens_a_rank": 10, "micro_batches": 2, "micro_batch_tokens": 5, "step_ranks": 4}
+    counts = {"tokens_a_rank": 10, "micro_batches": 2, "micro_batch_tokens": 5, "step_ranks": 4, "repeats": 5}
     ways = {"groups": {"2": reduced}, "others": {"2": times("rlk_audit: all", "torchmetrics")}, "sweep": sweep}
     collective = made | counts | ways | {"steps": times("rlk_audit", "torchmetrics")}
     differences = {"off, once more": {"median": 0.0, "low": -0.01, "high": 0.01, "rounds": 5}, "audit": time(0.02)}
