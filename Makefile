@@ -11,7 +11,7 @@ TEST_TOOLS := hypothesis pytest pytest-timeout
 # megatron-core warns at import that TransformerEngine and Apex are not there.
 RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::UserWarning
 
-.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow diagnosis lint format clean
+.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow diagnosis bench lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test-versions          megatron-core 0.12.3, 0.14.0, 0.16.1 and 0.19.2"
 	@echo "make test-slow              minutes-long tests"
 	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
+	@echo "make bench                  benchmarks beside others: docs/benchmarks.md, ten minutes or so"
 	@echo "make lint                   ruff and mypy"
 
 install: $(VENV)/.installed
@@ -109,6 +110,19 @@ test-slow: $(VENV)/.installed
 diagnosis: $(VENV)/.installed
 	$(RUN) $(BIN)/python benchmarks/diagnosis/study.py held-out docs/diagnosis.md
 
+# verl is measured where `make test-integrations` has made its environment.
+$(VENV)-bench/.installed: pyproject.toml
+	test -x $(VENV)-bench/bin/python || $(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -c "import torch" 2>/dev/null || $(VENV)-bench/bin/pip install --quiet "$(TORCH)"
+	$(VENV)-bench/bin/pip install --quiet --editable ".[dev,example,bench]"
+	touch $@
+
+bench: $(VENV)-bench/.installed
+	$(RUN) $(VENV)-bench/bin/python -m pytest tests/test_benchmarks.py
+	$(RUN) $(VENV)-bench/bin/python -m benchmarks.run docs/benchmarks/results.json \
+		--verl-python "$(wildcard $(VENV)-verl/bin/python)" $(BENCH_ARGS)
+	$(VENV)-bench/bin/python -m benchmarks.write docs/benchmarks/results.json docs/benchmarks.md
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -119,4 +133,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl $(VENV)-frameworks .venvs build dist runs *.egg-info
+	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl $(VENV)-frameworks $(VENV)-bench .venvs build dist runs *.egg-info
