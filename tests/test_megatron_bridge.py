@@ -189,3 +189,36 @@ def test_off_costs_nothing(manager: tuple[Any, Any]) -> None:
     audit = BridgeAudit(config=AuditConfig(mode="off"))
     train(manager, audit, policy_step(audit, True), [SAMPLES])
     assert audit.report is None
+
+
+def test_keywords_reach_the_forward_step_and_the_audit(manager: tuple[Any, Any]) -> None:
+    audit = BridgeAudit(config=AuditConfig())
+
+    def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+        assert return_schedule_plan
+        sample = next(data_iterator)
+        audit.attach(torch.tensor(sample.rollout), torch.tensor(sample.mask), token_position=torch.arange(len(sample)))
+        return -torch.tensor(sample.train) + 0 * model.weight, lambda output: (output.sum(), torch.tensor(1), {})
+
+    wrapped = audit.wrap_forward_step(forward_step)
+    train(manager, audit, functools.partial(wrapped, return_schedule_plan=True), [SAMPLES])
+    assert audit.report is not None
+    assert audit.report.metrics["worst_token_position"] == oracle.audit(SAMPLES).metrics["worst_token_position"]
+
+
+def test_the_weight_version_counts_updates_and_goes_on_from_a_checkpoint() -> None:
+    audit = BridgeAudit(config=AuditConfig())
+    state = SimpleNamespace(train_state=SimpleNamespace(step=10))
+    audit.on_train_start(SimpleNamespace(state=state, model=[]))
+    assert audit.audit.weight_version == 10
+    for skipped, version in ((False, 11), (True, 11)):
+        audit.on_train_step_end(SimpleNamespace(state=state, skipped_iter=skipped))
+        assert audit.audit.weight_version == version
+
+
+def test_the_end_of_the_training_closes_the_sinks(manager: tuple[Any, Any]) -> None:
+    kinds: list[str] = []
+    sink = SimpleNamespace(write=lambda report: kinds.append(report.kind), close=lambda: kinds.append("closed"))
+    audit = BridgeAudit(config=AuditConfig(), sinks=[sink])
+    train(manager, audit, policy_step(audit, True), [SAMPLES])
+    assert kinds == ["step", "run", "closed"]

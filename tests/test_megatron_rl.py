@@ -16,7 +16,7 @@ import torch
 from slime_harness import make_samples
 
 from rlk_audit import AuditConfig
-from rlk_audit.integrations.megatron_rl import RLAudit, packed_batch
+from rlk_audit.integrations.megatron_rl import RLAudit, packed_batch, unpacked_batch
 
 SAMPLES = make_samples(7, seed=8)
 LENGTH = 64
@@ -152,3 +152,34 @@ def test_off_costs_nothing() -> None:
     audit.wrap(rl_utils)
     rl_utils.prepare_data_for_update("model")
     assert audit.report is None
+
+
+def test_the_options_reach_the_registration_which_happens_once() -> None:
+    rl_utils = module("packed", SAMPLES)
+    audit = RLAudit(args=SimpleNamespace(rlk_consistency_mode="off"))
+    audit.wrap(rl_utils)
+    rl_utils.prepare_data_for_update("model")
+    assert audit.report is None
+    registered = audit.audit
+    rl_utils.prepare_data_for_update("model")
+    assert audit.audit is registered
+
+
+def test_a_call_before_the_first_batch_is_handed_on() -> None:
+    rl_utils = module("unpacked", SAMPLES)
+    RLAudit().wrap(rl_utils)
+    assert rl_utils.align_unpacked_inference_logprobs(**rl_utils.given) == ("aligned", (), rl_utils.given)
+
+
+def test_values_of_tokens_without_a_column_are_left_out() -> None:
+    """The first token has no log-probability, and a mask may be wider than the data; the engine scored both ends."""
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
+    given = unpacked_batch([torch.tensor([-9.0, -1.0, -2.0, -3.0, -9.0])], torch.full((1, 3), -1.5), mask)
+    assert torch.as_tensor(given.rollout_log_probs).tolist() == [[-1.0, -2.0, -3.0]]
+    assert torch.as_tensor(given.mask).tolist() == [[1, 1, 1]]
+    assert not torch.as_tensor(given.rollout_missing).any()
+
+
+def test_values_beyond_the_generated_tokens_are_left_out() -> None:
+    given = unpacked_batch([torch.tensor([[-1.0, -2.0, -9.0]])], torch.full((1, 3), -1.5), torch.tensor([[0, 1, 1, 0]]))
+    assert torch.as_tensor(given.rollout_log_probs).tolist() == [[-1.0, -2.0, 0.0]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -230,3 +231,58 @@ def test_a_batch_without_the_engines_side_is_counted() -> None:
         data["prev_logprobs"][:, 1:], data=data, global_valid_seqs=1, global_valid_toks=torch.tensor(1.0)
     )
     assert metrics["rlk_audit/warning/update_failed"] == 1
+
+
+def figures_of(audited: AuditedLoss, data: dict[str, Any], tokens: float = 1.0) -> dict[str, float]:
+    """The loss function is called with its log-probabilities as the first argument."""
+    current = data["generation_logprobs"][:, 1:]
+    return audited(current, data=data, global_valid_seqs=1, global_valid_toks=torch.tensor(tokens))[1]
+
+
+@pytest.mark.parametrize("mode", ["audit", "strict"])
+def test_the_loss_takes_its_settings(mode: str) -> None:
+    metrics = figures_of(AuditedLoss(Loss(True), AuditConfig(mode=mode, prefix="drift/")), data_of(SAMPLES))
+    assert metrics["drift/abs_dlogp_mean"] == 0.0, "positional log-probabilities are those of the engine here"
+    assert metrics["drift/compared_token_count"] > 0
+
+
+def test_tokens_that_the_engine_did_not_score_have_no_share() -> None:
+    data = data_of(SAMPLES)
+    first = SAMPLES[0].prompt_length + SAMPLES[0].mask.index(1)
+    data["generation_logprobs"][0, first] = torch.nan
+    metrics = figures_of(AuditedLoss(Loss()), data, tokens=1.0)
+    missing = metrics["rlk_audit/active_token_count"] - metrics["rlk_audit/compared_token_count"]
+    assert missing == 1
+    known = copy.deepcopy(expected_samples())
+    known[0].rollout[0] = None
+    expected = oracle.audit(known).metrics
+    share = expected["compared_token_count"]
+    assert metrics["rlk_audit/abs_dlogp_mean"] == pytest.approx(expected["abs_dlogp_mean"] * share, rel=1e-6)
+
+
+def test_a_micro_batch_in_which_nothing_is_compared_adds_zero() -> None:
+    data = data_of(SAMPLES)
+    data["sample_mask"] = torch.zeros(len(SAMPLES))
+    assert {figures_of(AuditedLoss(Loss()), data, 0.5)["rlk_audit/" + name] for name in MEANS} == {0.0}
+
+
+def test_a_loss_without_normalizations_gets_none() -> None:
+    assert AuditedLoss(lambda **given: None).metric_normalizations == {}
+
+
+def test_the_logger_takes_lists_and_writes_to_sinks() -> None:
+    steps: list[int] = []
+    sink = SimpleNamespace(write=lambda report: steps.append(report.step), close=lambda: None)
+    batch = {name: value.tolist() for name, value in logged(SAMPLES).items() if name != "content"}
+    audited = AuditedLogger(Logger(), sinks=[sink])
+    audited.log_batched_dict_as_jsonl(batch, "run/train_data_step3.jsonl")
+    assert steps == [3]
+    assert audited.report is not None
+    assert oracle.differences(audited.report.metrics, oracle.audit(expected_samples())) == []
+
+
+def test_odd_data_of_the_logger_is_counted_and_never_raised() -> None:
+    audited = AuditedLogger(Logger())
+    audited.log_batched_dict_as_jsonl({"prev_logprobs": 5}, "train_data_step1.jsonl")
+    assert audited.report is not None
+    assert audited.report.metrics["warning/update_failed"] == 1

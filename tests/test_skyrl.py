@@ -195,3 +195,28 @@ def test_without_skyrl_it_says_so_in_one_sentence() -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert "ImportError: SkyRLAudit cannot be used" in result.stderr.splitlines()[-1]
+
+
+def test_sinks_get_the_steps_and_are_closed(skyrl: tuple[ModuleType, Any]) -> None:
+    module, audit_class = skyrl
+    kinds: list[str] = []
+    sink = SimpleNamespace(write=lambda report: kinds.append(report.kind), close=lambda: kinds.append("closed"))
+    train(module, audit_class(sinks=[sink]), [batch_of(SAMPLES)])
+    assert kinds == ["step", "run", "closed"]
+
+
+def test_odd_data_is_counted_and_never_raised(skyrl: tuple[ModuleType, Any]) -> None:
+    module, audit_class = skyrl
+    audit = audit_class()
+    train(module, audit, [batch_of(SAMPLES, response_mask=None)])
+    assert audit.report.metrics["warning/update_failed"] == 1
+
+
+def test_columns_may_be_absent(skyrl: tuple[ModuleType, Any]) -> None:
+    module, audit_class = skyrl
+    audit = audit_class()
+    batch = batch_of(SAMPLES)
+    del batch["rollout_logprobs"], batch["sequences"]
+    train(module, audit, [batch])
+    assert audit.report.warnings["missing_rollout_log_probs"] == 1
+    audit.on_log("trainer", SimpleNamespace(logs=None), None)

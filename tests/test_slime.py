@@ -164,6 +164,36 @@ def test_rollout_log_probs_that_are_not_there_are_missing() -> None:
     assert reported(audit).metrics["warning/missing_rollout_log_probs"] == 1
 
 
+def test_without_micro_batches_and_indices_the_rollout_is_one_batch_numbered_by_its_places(tracked) -> None:
+    audit = SlimeAudit(AuditConfig())
+    data = rank_data(SAMPLES, Place())
+    for name in ("micro_batch_indices", "num_microbatches", "sample_indices"):
+        del data[name]
+    data["partition"] = [20 + place for place in data["partition"]]
+    audit.rollout_data_postprocess(arguments(), 6, data)
+    placed = [copy.copy(sample) for sample in SAMPLES]
+    for place, sample in enumerate(placed):
+        sample.sample_index = 20 + place
+    assert oracle.differences(reported(audit).metrics, oracle.audit(placed)) == []
+    assert tracked[0][0]["rollout/step"] == 6
+
+
+def test_columns_of_unequal_length_leave_the_samples_unnamed(caplog: pytest.LogCaptureFixture) -> None:
+    audit = SlimeAudit(AuditConfig())
+    data = rank_data(SAMPLES, Place())
+    data["rollout_ids"] = data["rollout_ids"][1:]
+    audit.rollout_data_postprocess(arguments(), 0, data)
+    assert any("cannot be used" in line for line in caplog.messages)
+    assert reported(audit).metrics["worst_sample_index"] == -1
+    assert reported(audit).metrics["abs_dlogp_max"] == oracle.audit(SAMPLES).metrics["abs_dlogp_max"]
+
+
+def test_labels_of_the_settings_are_looked_up_in_the_rollout() -> None:
+    audit = SlimeAudit(AuditConfig(breakdowns={"domain": ("code", "maths")}))
+    audit.rollout_data_postprocess(arguments(), 0, rank_data(SAMPLES, Place()) | {"domain": ["maths"] * len(SAMPLES)})
+    assert "missing_metadata" not in reported(audit).warnings
+
+
 # --- the policy loss --------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +283,38 @@ def test_a_tis_function_alone_is_refused() -> None:
         )
 
 
+def test_a_tis_function_beside_the_other_hook_is_refused() -> None:
+    audit = SlimeAudit()
+    data = rank_data(SAMPLES, Place())
+    audit.rollout_data_postprocess(arguments(), 0, data)
+    with pytest.raises(RuntimeError, match="begin_rollout"):
+        Training(arguments(custom_tis_function_path=audit.tis, use_tis=True)).train_actor(0, data)
+
+
+def test_micro_batches_of_equal_lengths_count_each() -> None:
+    alike = [oracle.Sample([-1.0, -2.0], [-1.0 - 0.1 * i, -2.0], [1, 1], prompt_length=1, slot=i) for i in range(4)]
+    audit = SlimeAudit(AuditConfig())
+    for sample in alike:
+        sample.labels, sample.token_ids = {"engine": 0}, [1, 2]
+    training = Training(by_tis(audit))
+    training.train_actor(0, rank_data(alike, Place(), micro_batch=1))
+    audit.begin_rollout(training.args)
+    assert reported(audit).metrics["compared_token_count"] == 8
+
+
+@pytest.mark.parametrize("module", [slime, vime])
+def test_the_functions_by_name_count_rollouts_as_slime_does(module: Any) -> None:
+    args = arguments(
+        rlk_consistency="audit", rollout_data_postprocess_path=module.begin_rollout,
+        custom_tis_function_path=module.tis, use_tis=True,
+    )  # fmt: skip
+    training = Training(args)
+    for number in (7, 8):
+        training.train_actor(number, rank_data(SAMPLES, Place()))
+    assert reported(module._process_audit()).step == 7
+    assert reported(module._process_audit()).metrics["active_token_count"] == sum(sum(s.mask) for s in SAMPLES)
+
+
 def test_a_self_comparison_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """As older heads do under --use-rollout-logprobs: the rollout's tensors stand for the trainer's."""
     audit = SlimeAudit()
@@ -311,6 +373,30 @@ def test_the_clip_interval_is_the_trainings() -> None:
     assert oracle.differences(reported(audit).metrics, expected) == []
 
 
+@pytest.mark.parametrize("eps_clip", [None, 1.0, -0.1])
+def test_a_clip_interval_that_the_audit_cannot_take_is_left_out(eps_clip: float | None) -> None:
+    audit = SlimeAudit()
+    audit.rollout_data_postprocess(arguments(eps_clip=eps_clip), 0, rank_data(SAMPLES, Place()))
+    assert oracle.differences(reported(audit).metrics, oracle.audit(SAMPLES)) == []
+
+
+@pytest.mark.parametrize(("top_p", "top_k", "told"), [(None, None, 0), (1.0, -1, 0), (1.0, 40, 1)])
+def test_only_a_filter_is_told(top_p: Any, top_k: Any, told: int, caplog: pytest.LogCaptureFixture) -> None:
+    audit = SlimeAudit(AuditConfig(metadata={"rollout_top_k": "mine"}))
+    args = arguments(rollout_top_p=top_p, rollout_top_k=top_k)
+    audit.rollout_data_postprocess(args, 0, rank_data(SAMPLES, Place()))
+    assert sum("log of the kept mass" in line for line in caplog.messages) == told
+    assert reported(audit).metadata["rollout_top_k"] == "mine"
+    assert reported(audit).metadata.get("rollout_top_p") == (None if top_p is None else "1.0")
+
+
+def test_sinks_given_in_code_get_the_report() -> None:
+    steps: list[int | None] = []
+    sink = SimpleNamespace(write=lambda report: steps.append(report.step), close=lambda: None)
+    SlimeAudit(sinks=[sink]).rollout_data_postprocess(arguments(), 3, rank_data(SAMPLES, Place()))
+    assert steps == [3]
+
+
 def test_settings_of_the_run_go_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLK_AUDIT_MODE", "off")
     audit = SlimeAudit()
@@ -360,6 +446,9 @@ def test_vime_goes_on_under_its_names(monkeypatch: pytest.MonkeyPatch, tracked) 
     assert found["dlogp_abs_mean"] == pytest.approx(expected["abs_dlogp_mean"], rel=1e-15)
     assert found["dlogp_abs_max"] == found["worst_abs_dlogp"] == d[-1]
     assert found["dlogp_abs_p99"] == pytest.approx(oracle.exact_quantile(d, "0.99"), rel=0.0078)
+    for share in ("50", "90"):
+        assert found[f"dlogp_abs_p{share}"] == pytest.approx(oracle.exact_quantile(d, f"0.{share}"), rel=0.0078)
+    assert found["worst_rank"] == 0
     for name in ("approx_kl0", "ratio0_mean", "clipfrac0", "active_token_count", "mask_coverage"):
         assert found[name] == pytest.approx(expected[name], rel=1e-6), name
     for name in ("worst_sample_index", "worst_rollout_id", "worst_token_position", "worst_dlogp"):
@@ -386,6 +475,11 @@ def test_vime_leaves_out_what_does_not_exist(monkeypatch: pytest.MonkeyPatch, tr
         ({"rl_kernel_consistency": True}, {"VIME_RLK_CONSISTENCY_MODE": "off"}, "audit"),
         ({"rlk_consistency": None}, {"VIME_RLK_CONSISTENCY_MODE": "audit_only"}, "audit"),
         ({"rlk_consistency": "no"}, {"VIME_RLK_CONSISTENCY_MODE": "strict"}, "off"),
+        ({"rlk_consistency_mode": "off", "rlk_consistency": "audit"}, {}, "off"),
+        ({"rlk_consistency": False}, {"VIME_RLK_CONSISTENCY_MODE": "strict"}, "off"),
+        ({}, {"VIME_RLK_CONSISTENCY": "0"}, "off"),
+        ({}, {"VIME_RLK_CONSISTENCY": " none "}, "off"),
+        ({}, {"VIME_RLK_CONSISTENCY": "yes"}, "audit"),
     ],
 )
 def test_vimes_switches(attributes: dict[str, Any], variables: dict[str, str], mode: str) -> None:
