@@ -142,6 +142,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], str, str, Any]] = {
     "tp_agreement_interval": (("--rlk-tp-agreement-interval", "4"), "4", "tp_agreement_interval: 4", 4),
     "dump_on_fail": (("--rlk-dump-on-fail", "dumps"), "dumps", "dump_on_fail: dumps", Path("dumps")),
     "dump_max_bytes": (("--rlk-dump-max-bytes", "7"), "7", "dump_max_bytes: 7", 7),
+    "kernel": (("--rlk-kernel", "reference"), "reference", "kernel: reference", "reference"),
 }
 """Setting -> arguments, variable's text, file's line, and the value that all three mean."""
 
