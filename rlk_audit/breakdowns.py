@@ -36,7 +36,7 @@ _SKETCH = bins_per_side(GROUPING_POWER) + 3
 TAIL, HIGH, LOW = range(_SKETCH, _SKETCH + 3)
 ROW_LENGTH = _SKETCH + 3
 
-_CONFIDENCE_LOGS = tuple(math.log(edge) for edge in CONFIDENCE_EDGES)
+CONFIDENCE_LOGS = tuple(math.log(edge) for edge in CONFIDENCE_EDGES)
 """Decided on R against these, so that no exponential of the device takes part."""
 
 Rows = npt.NDArray[np.int64]
@@ -73,7 +73,7 @@ def position_codes(position: Tensor) -> Tensor:
 def confidence_codes(rollout: Tensor) -> Tensor:
     """Return the code (int64) of each rollout log-probability (float64), by the probability it stands for."""
     codes = torch.zeros_like(rollout, dtype=torch.int64)
-    for edge in _CONFIDENCE_LOGS:
+    for edge in CONFIDENCE_LOGS:
         codes += rollout >= edge
     return codes
 
@@ -85,7 +85,7 @@ def bucket_of_position(position: int) -> str:
 
 def bucket_of_confidence(rollout: float) -> str:
     """Return the bucket's name of one rollout log-probability."""
-    return BUILT_IN_BREAKDOWNS["confidence"][sum(rollout >= edge for edge in _CONFIDENCE_LOGS)]
+    return BUILT_IN_BREAKDOWNS["confidence"][sum(rollout >= edge for edge in CONFIDENCE_LOGS)]
 
 
 def add_tokens(rows: Tensor, codes: Tensor, magnitude: Tensor, compared: Tensor, tail: Tensor) -> None:

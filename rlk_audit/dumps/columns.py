@@ -118,8 +118,19 @@ def label(value: Any, name: str) -> Label:
     if isinstance(value, (list, tuple)):
         if len(value) > MAX_SAMPLE_TOKENS:
             raise SampleError(f"the label {name} has more than {MAX_SAMPLE_TOKENS} entries")
-        return [_name(entry, name) for entry in value]
+        return _names(value, name)
     return _name(value, name)
+
+
+def _names(values: list[Any] | tuple[Any, ...], name: str) -> list[str | None]:
+    """Return the names of all entries; each different one is looked at once, since there is one a token."""
+    kinds = set(map(type, values))
+    if kinds <= {str, type(None)}:
+        return list(values)
+    if kinds <= {int} or kinds <= {float}:  # 1, 1.0 and True are one key
+        known_names = {value: _name(value, name) for value in set(values)}
+        return list(map(known_names.__getitem__, values))
+    return [_name(value, name) for value in values]
 
 
 def framework_labels(record: Mapping[str, Any]) -> dict[str, Label]:

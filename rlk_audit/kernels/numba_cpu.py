@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit import breakdowns, samples, sketch
-from rlk_audit.config import TOKEN_CLASSES, AuditConfig
+from rlk_audit.config import AUTO, TOKEN_CLASSES, AuditConfig
 from rlk_audit.exact_sum import FRACTION_BITS, SIGNED_SLOTS, UNSIGNED_SLOTS
 from rlk_audit.layout import COUNTER_INDEX, COUNTERS, SUMS, StateLayout, breakdown_field
 from rlk_audit.measure import K3_SERIES, K3_SERIES_BELOW, LN2, SQUARE_OVERFLOW, ZERO_FILL_TRAIN_LOGP, FlatTokens
@@ -89,6 +89,7 @@ _PART_BITS, _ROW, _TAIL, _HIGH, _LOW = (
     breakdowns.HIGH,
     breakdowns.LOW,
 )
+_EDGES = np.array(breakdowns.CONFIDENCE_LOGS)
 _SAMPLE_ROW = samples.ROW_LENGTH
 
 
@@ -109,7 +110,9 @@ def measure(tokens: FlatTokens, layout: StateLayout, state: State) -> tuple[Tens
 
 def compile_all() -> None:
     """Compile every function, or read it from the cache, so that no step waits for it; raises what numba raises."""
-    layout = StateLayout(AuditConfig(breakdowns={"engine": ("one",)}, samples_per_step=1))
+    layout = StateLayout(
+        AuditConfig.from_dict({"breakdowns": {"engine": 1, "confidence": AUTO}, "samples_per_step": 1})
+    )
     zero, place = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
     yes = torch.ones(1, dtype=torch.bool)
     tokens = FlatTokens(zero, zero, yes, yes, yes, {"engine": place}, place)
@@ -131,13 +134,13 @@ def _measure_chunk(
     rows[_TRAIN].copy_(tokens.train)
     rows[_ROLLOUT].copy_(tokens.rollout)
     counters = additive[layout.fields["counters"].slice]
-    active, nowhere = tokens.active.contiguous().numpy(), np.zeros(0, dtype=np.bool_)
+    active, nowhere = _full(tokens.active), np.zeros(0, dtype=np.bool_)
     of_rows, of_compared, of_magnitude = rows.numpy(), compared.numpy(), magnitude.numpy()
     _classify(
         of_rows,
         active,
-        nowhere if tokens.missing is None else tokens.missing.contiguous().numpy(),
-        nowhere if tokens.mismatch is None else tokens.mismatch.contiguous().numpy(),
+        nowhere if tokens.missing is None else _full(tokens.missing),
+        nowhere if tokens.mismatch is None else _full(tokens.mismatch),
         config.sentinel_floor,
         config.positive_tolerance,
         math.log1p(-config.eps_low),
@@ -163,13 +166,18 @@ def _measure_chunk(
     )
     bits = floats.view(np.int32)[_F_DLOGP]
     for name in config.breakdowns:
-        codes = breakdowns.confidence_codes(rows[_ROLLOUT]) if name == "confidence" else tokens.codes[name]
+        codes = _confidence_codes(of_rows[_ROLLOUT], _EDGES) if name == "confidence" else _full(tokens.codes[name])
         table = additive[layout.fields[breakdown_field(name)].slice]
-        # One value expanded to all tokens is made full: functions are compiled for contiguous arrays alone.
-        _add_to_breakdown(table, codes.contiguous().numpy(), bits, of_magnitude, of_compared)
+        _add_to_breakdown(table, codes, bits, of_magnitude, of_compared)
     if tokens.slot is not None:
         table = additive[layout.fields["samples"].slice]
-        _add_to_samples(table, tokens.slot.contiguous().numpy(), active, of_compared, of_rows[_DLOGP])
+        _add_to_samples(table, _full(tokens.slot), active, of_compared, of_rows[_DLOGP])
+
+
+def _full(values: Tensor) -> npt.NDArray[Any]:
+    """Return values as a contiguous array: one value may be expanded to all tokens."""
+    array: npt.NDArray[Any] = values.contiguous().numpy()
+    return array
 
 
 @_compiled
@@ -348,6 +356,16 @@ def _accumulate(
     counters[_OVERFLOW_SQUARE] += overflow_ratio + overflow_square
     counters[_OVERFLOW_K3] += overflow_k3
     counters[_OVERFLOW_MULT] += overflow_mult
+
+
+@_compiled
+def _confidence_codes(rollout: Doubles, edges: Doubles) -> Ints:
+    """Return the codes of ``breakdowns.confidence_codes``."""
+    codes = np.zeros(len(rollout), dtype=np.int64)
+    for edge in edges:
+        for i in range(len(rollout)):
+            codes[i] += rollout[i] >= edge
+    return codes
 
 
 @_compiled
