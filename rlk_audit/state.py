@@ -6,7 +6,7 @@ Everything is an integer that adds up or an extreme, so the state depends on the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -85,9 +85,9 @@ class State:
 
     def merged(self, other: State, worst_per_sample: bool) -> State:
         """Return the state of both; neither changes."""
-        minima, maxima = slice(None, len(MINIMA)), slice(len(MINIMA), None)
-        lower = torch.minimum(self.extremes[minima], other.extremes[minima])
-        upper = torch.maximum(self.extremes[maxima], other.extremes[maxima])
+        count = len(MINIMA)
+        lower = torch.minimum(self.extremes[:count], other.extremes[:count])
+        upper = torch.maximum(self.extremes[count:], other.extremes[count:])
         return State(
             self.additive + other.additive,
             torch.cat([lower, upper]),
@@ -104,7 +104,7 @@ class State:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors in the order of the attributes."""
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return self.additive, self.extremes, self.worst, self.flags, self.updates
 
     def digest(self) -> Tensor:
         """Return an int64 hash of the additive fields: their sum under odd weights, modulo 2^64."""

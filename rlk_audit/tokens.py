@@ -86,6 +86,8 @@ class TokenBatch:
         Raises:
             TypeError: a DTensor is a partial sum.
         """
+        if not any(hasattr(value, "placements") for value in (*vars(self).values(), *self.labels.values())):
+            return self
         fields = {name: own_shard(value) for name, value in vars(self).items() if name != "labels"}
         return TokenBatch(**fields, labels={name: own_shard(codes) for name, codes in self.labels.items()})
 
