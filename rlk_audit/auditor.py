@@ -68,12 +68,16 @@ def _refuse_odd_sinks(sinks: Sequence[Sink]) -> None:
             )
 
 
-def _step_number(step: Any) -> int:
-    """Return the number as a plain integer: one of numpy or torch is none that JSON could hold."""
+def integer(name: str, value: Any) -> int:
+    """Return a step's number as a plain integer: one of numpy or torch is none that JSON could hold.
+
+    Raises:
+        TypeError: it is none; the text does not show it, since a rollout's whole data may stand in its place.
+    """
     try:
-        return operator.index(step)
+        return operator.index(value)
     except TypeError as error:
-        raise TypeError(f"step must be an integer, got {step!r}") from error
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from error
 
 
 def _close(sink: Sink) -> None:
@@ -186,7 +190,7 @@ class Auditor:
         """Collective: as ``step``, but a failed verdict is left to the caller, who asks ``failure``."""
         if self.collector is None:
             return None
-        step = _step_number(step)
+        step = integer("step", step)
         if self._closed:
             self._closed = False
             logger.warning("step %s and later ones are not written: the audit was closed", step)

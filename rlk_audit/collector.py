@@ -282,6 +282,8 @@ class Collector:
 
     def _log_probs(self, name: str, values: Values) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities on the device and, flat, where the caller gave None; train has no such place."""
+        if values is None:
+            raise ValueError(f"{name} is missing")
         try:
             tensor, absent = to_float_and_missing(values)
         except ValueError as error:
@@ -295,6 +297,8 @@ class Collector:
 
     def _same_shape(self, batch: TokenBatch, name: str, shape: torch.Size) -> Tensor:
         """Return a field flat and on the device."""
+        if getattr(batch, name) is None:
+            raise ValueError(f"{name} is missing")
         values = torch.as_tensor(getattr(batch, name), device=self.device)
         if values.shape != shape:
             raise ValueError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -65,3 +66,15 @@ def driver_auditor(config: AuditConfig | None, sinks: Sequence[Sink]) -> Auditor
     settings = resolve_settings(None, config or AuditConfig())
     off = settings.config.mode == "off"
     return Auditor(settings.config, sinks=sinks if off else settings.build_sinks(sinks))
+
+
+def needed(data: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return these columns of a batch.
+
+    Raises:
+        ValueError: some are absent or None; the text names them.
+    """
+    absent = [name for name in names if data.get(name) is None]
+    if absent:
+        raise ValueError(f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing")
+    return [data[name] for name in names]
