@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import pickle
 
 import numpy as np
@@ -173,3 +175,28 @@ def test_a_failing_batch_is_counted_not_raised() -> None:
     metric = DlogpAudit(CONFIG)
     metric.update(torch.zeros(3), torch.zeros(4), torch.ones(3))
     assert metric.compute()[CONFIG.prefix + "warning/update_failed"].item() == 1
+
+
+def test_a_collection_gives_each_metric_the_arguments_that_it_names() -> None:
+    given = {
+        "train_log_probs": torch.tensor([-0.5, -1.2]),
+        "rollout_log_probs": torch.tensor([-0.5, -1.0]),
+        "mask": torch.tensor([1, 1]),
+        "sample_index": torch.tensor([3, 4]),
+    }
+    collection = MetricCollection({"drift": DlogpAudit(), "mean": MeanMetric()})
+    collection.update(**given, value=2.0)
+    collection(**given, value=4.0)
+    values = collection.compute()
+    assert values["mean"].item() == 3.0
+    assert values["rlk_audit/compared_token_count"].item() == 4
+    assert values["rlk_audit/worst_sample_index"].item() == 4
+
+
+def test_update_names_every_argument_of_the_collector() -> None:
+    """Kills: a field of a batch that a MetricCollection drops in silence."""
+    ours = inspect.signature(DlogpAudit.update).parameters
+    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in ours.values())
+    named = set(inspect.signature(Collector.update).parameters) - {"fields"}
+    held = {"whole_slots", "refused_samples", "refused_active", "refused_total", "refusal", "fault"}
+    assert set(ours) == named | {field.name for field in dataclasses.fields(TokenBatch)} - held

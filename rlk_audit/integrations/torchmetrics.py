@@ -67,14 +67,38 @@ class DlogpAudit(Metric):
         rollout_log_probs: Values | None = None,
         mask: Values | None = None,
         *,
+        valid: Values | None = None,
+        rollout_missing: Values | None = None,
+        sample_index: PerToken = None,
+        sample_slot: PerToken = None,
+        rollout_id: PerToken = None,
+        token_position: PerToken = None,
+        token_ids: PerToken = None,
+        rollout_token_ids: PerToken = None,
+        updates_since_rollout: PerToken = None,
         labels: Mapping[str, PerToken] | None = None,
-        **fields: Any,
+        microbatch: int | None = None,
     ) -> None:
-        """Add a batch; the arguments are those of ``Collector.update``."""
+        """Add a batch; the arguments are those of ``Collector.update``.
+
+        Each has its name here, since a MetricCollection gives every metric the arguments that it names.
+        """
+        given = {
+            "valid": valid,
+            "rollout_missing": rollout_missing,
+            "sample_index": sample_index,
+            "sample_slot": sample_slot,
+            "rollout_id": rollout_id,
+            "token_position": token_position,
+            "token_ids": token_ids,
+            "rollout_token_ids": rollout_token_ids,
+            "updates_since_rollout": updates_since_rollout,
+        }
+        fields = {name: value for name, value in given.items() if value is not None}
         if self._collector is None or self._collector.device != self.vector.device:
             self._collector = Collector(self.config, self.vector.device)
         self._collector.reset()
-        self._collector.update(train_log_probs, rollout_log_probs, mask, labels=labels, **fields)
+        self._collector.update(train_log_probs, rollout_log_probs, mask, microbatch=microbatch, labels=labels, **fields)
         self.vector = merge_vectors(torch.stack([self.vector, self._collector.pack(rank=global_rank())]), self.config)
 
     def compute(self) -> dict[str, Tensor]:
