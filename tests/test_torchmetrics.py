@@ -200,3 +200,22 @@ def test_update_names_every_argument_of_the_collector() -> None:
     named = set(inspect.signature(Collector.update).parameters) - {"fields"}
     held = {"whole_slots", "refused_samples", "refused_active", "refused_total", "refusal", "fault"}
     assert set(ours) == named | {field.name for field in dataclasses.fields(TokenBatch)} - held
+
+
+@pytest.mark.parametrize("other", [AuditConfig(worst_k=9), AuditConfig(eps_low=0.1), AuditConfig(grouping_power=5)])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_of_another_configuration_is_refused(other: AuditConfig, strict: bool) -> None:
+    """Also one of the same length, whose numbers mean something else."""
+    metric, saved = DlogpAudit(), DlogpAudit(other)
+    saved.update(torch.zeros(3), torch.zeros(3), torch.ones(3))
+    collection = MetricCollection({"drift": metric})
+    for load in (
+        lambda: metric.load_state_dict(saved.state_dict(), strict=strict),
+        lambda: collection.load_state_dict(MetricCollection({"drift": saved}).state_dict(), strict=strict),
+        lambda: metric.merge_state({"vector": saved.vector}),
+        lambda: metric.merge_state(saved),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match="made with another AuditConfig"):
+            load()
+    metric.update(torch.zeros(3), torch.zeros(3), torch.ones(3))
+    assert metric.compute()["rlk_audit/compared_token_count"].item() == 3

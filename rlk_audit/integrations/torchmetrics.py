@@ -17,7 +17,7 @@ from torch import Tensor
 from rlk_audit.allreduce import global_rank
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig
-from rlk_audit.layout import StateLayout
+from rlk_audit.layout import ROW_HEADER, StateLayout
 from rlk_audit.report import StepReport
 from rlk_audit.state import State
 from rlk_audit.tokens import PerToken, TokenBatch, Values
@@ -114,6 +114,39 @@ class DlogpAudit(Metric):
     def report(self) -> StepReport | None:
         """The report that the last ``compute`` was made of, over all ranks it synchronised; None before."""
         return None if self._report is None else StepReport.from_dict(self._report)
+
+    def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
+        """Add another metric's tokens, or those of its state.
+
+        Raises:
+            ValueError: the other was made with another AuditConfig.
+        """
+        given = incoming_state if isinstance(incoming_state, dict) else vars(incoming_state)
+        if "vector" in given:
+            self._refuse_anothers(given["vector"])
+        super().merge_state(incoming_state)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        try:
+            if prefix + "vector" in state_dict:
+                self._refuse_anothers(state_dict[prefix + "vector"])
+        except ValueError as error:
+            error_msgs.append(str(error))
+            del state_dict[prefix + "vector"]
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _refuse_anothers(self, vector: Any) -> None:
+        layout = StateLayout(self.config)
+        own = isinstance(vector, Tensor) and vector.dtype == torch.int64 and vector.shape == (layout.length,)
+        place = layout.row_slice(0).start + ROW_HEADER.index("fingerprint")
+        if not own or int(vector[place]) != layout.fingerprint:
+            raise ValueError("this state was made with another AuditConfig, or by another version of rlk_audit")
 
     def reset(self) -> None:
         """Forget what was added."""
