@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,3 +220,30 @@ def test_a_state_of_another_configuration_is_refused(other: AuditConfig, strict:
             load()
     metric.update(torch.zeros(3), torch.zeros(3), torch.ones(3))
     assert metric.compute()["rlk_audit/compared_token_count"].item() == 3
+
+
+def test_limits_are_judged() -> None:
+    limits = {"abs_dlogp_max": 0.1, "abs_dlogp_mean": [0.2, ">=0.001"], "seq_ess0": 0.5}
+    metric = DlogpAudit(AuditConfig(limits=limits, samples_per_step=4))
+    metric.update(torch.tensor([-0.5, -1.2]), torch.tensor([-0.5, -1.0]), torch.tensor([1, 1]))
+    values = {name: value.item() for name, value in metric.compute().items() if "verdict/" in name}
+    assert values.pop("rlk_audit/verdict/seq_ess0") != values.pop("rlk_audit/verdict/all")  # NaN: no sample has a slot
+    assert values == {"rlk_audit/verdict/abs_dlogp_max": 0.0, "rlk_audit/verdict/abs_dlogp_mean": 1.0}
+    assert metric.report.verdict.failed_limits[0].metric == "abs_dlogp_max"
+    metric.reset()
+    metric.update(torch.tensor([-0.5, -1.2]), torch.tensor([-0.5, -1.2001]), torch.tensor([1, 1]))
+    assert metric.compute()["rlk_audit/verdict/abs_dlogp_max"].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"mode": "off"}, "got mode off: leave the metric out"),
+        ({"mode": "strict"}, "got mode strict: raise where verdict/all is 0"),
+        ({"limits": {"abs_dlogp_p99": "3x_median_50"}}, "cannot be relative to a median"),
+        ({"limits": {"abs_dlogp": 1.0}}, "a limit names the metric 'abs_dlogp'"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        DlogpAudit(AuditConfig(**settings))

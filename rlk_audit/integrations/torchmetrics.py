@@ -7,6 +7,7 @@ of all ranks are then merged, so quantiles, maxima and worst tokens are those of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,7 +19,9 @@ from rlk_audit.allreduce import global_rank
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig
 from rlk_audit.layout import ROW_HEADER, StateLayout
+from rlk_audit.limits import Judge
 from rlk_audit.report import StepReport
+from rlk_audit.sinks.base import VERDICT_KEY, verdict_values
 from rlk_audit.state import State
 from rlk_audit.tokens import PerToken, TokenBatch, Values
 
@@ -36,14 +39,28 @@ def merge_vectors(vectors: Tensor, config: AuditConfig) -> Tensor:
     return State.of_vector(whole, StateLayout(config, len(vectors))).pack(layout, 0, -1)
 
 
+def _refuse_meaningless(config: AuditConfig) -> None:
+    """Refuse what a metric cannot do: it is computed whenever someone asks, of a rank's batch or of all ranks.
+
+    Raises:
+        ValueError: the mode is not ``audit``, or a limit is relative to the run, or names no metric.
+    """
+    if config.mode != "audit":
+        meant = "leave the metric out" if config.mode == "off" else "raise where verdict/all is 0"
+        raise ValueError(f"DlogpAudit stops nothing and is never off, got mode {config.mode}: {meant} instead")
+    if any(limit.window is not None for limit in Judge(config).limits):
+        raise ValueError("DlogpAudit knows no steps, so its limits cannot be relative to a median; give numbers")
+
+
 class DlogpAudit(Metric):
     """Drift between train and rollout log-probabilities.
 
     ``compute`` returns every metric of a StepReport by its key, as a float64 scalar; NaN where there is nothing to say.
-    ``report`` then holds the report with its worst tokens and breakdowns.
+    ``report`` then holds the report with its worst tokens, breakdowns and verdict. With limits there are also
+    ``verdict/all`` and ``verdict/<metric>``: 1 for a pass, 0 for a failure, NaN where the metric has no data.
 
     Args:
-        config: the audit's settings; limits are not judged here.
+        config: the audit's settings; ``lag`` has no meaning here.
         kwargs: those of ``torchmetrics.Metric``, such as ``sync_on_compute`` and ``process_group``.
     """
 
@@ -56,6 +73,7 @@ class DlogpAudit(Metric):
     def __init__(self, config: AuditConfig | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.config = config or AuditConfig()
+        _refuse_meaningless(self.config)
         self._collector: Collector | None = None
         self._report: dict[str, Any] | None = None
         merge = partial(merge_vectors, config=self.config)
@@ -104,10 +122,12 @@ class DlogpAudit(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return the metrics of all that was added, by key."""
         report = StepReport.from_vector(self.vector, self.config)
+        report.verdict = Judge(self.config).judge(report)
         self._report = report.to_dict()
+        judged = {VERDICT_KEY.format(name): math.nan for name in self.config.limits} | verdict_values(report)
         return {
             self.config.prefix + name: torch.tensor(value, dtype=torch.float64, device=self.device)
-            for name, value in report.metrics.items()
+            for name, value in (report.metrics | judged).items()
         }
 
     @property
