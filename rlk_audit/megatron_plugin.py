@@ -397,3 +397,38 @@ class MegatronAudit:
                 self._evaluation = None
 
         return audited_loss
+
+
+class NotStarted(MegatronAudit):
+    """Stands for an audit that a hook will register; what comes before that is lost, and the first time is told.
+
+    Args:
+        sentence: which hook is missing.
+        args, config: what the mode is resolved of; where it is ``off`` nothing is told.
+    """
+
+    def __init__(
+        self, sentence: str, args: argparse.Namespace | None = None, config: AuditConfig | None = None
+    ) -> None:
+        super().__init__(None)
+        self._sentence: str | None = sentence
+        self._settings = args, config
+
+    def observe(self, *args: Any, **fields: Any) -> None:
+        """Say once that nothing of this is audited."""
+        self._tell()
+
+    def attach(self, *args: Any, **fields: Any) -> None:
+        """Say once that nothing of this is audited."""
+        self._tell()
+
+    def _tell(self) -> None:
+        sentence, self._sentence = self._sentence, None
+        if sentence is not None and self._mode() != "off":
+            logger.warning("the audit was never started, so what it is given is lost: %s", sentence)
+
+    def _mode(self) -> str | None:
+        try:
+            return resolve_settings(*self._settings).config.mode
+        except Exception:  # a wrong setting is told where the audit is registered
+            return None

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rlk_audit.megatron_plugin import ForwardStep, MegatronAudit, add_rlk_args, register
+from rlk_audit.megatron_plugin import ForwardStep, MegatronAudit, NotStarted, add_rlk_args, register
 
 _HOOKED = ("train", "train_step", "get_forward_backward_func", "get_args")
 """What the loop's module must have: every release from 0.12 on does."""
@@ -42,7 +42,10 @@ class PretrainAudit:
     """
 
     def __init__(self, forward: str = "current", **options: Any) -> None:
-        self.audit = MegatronAudit(None)
+        self.audit: MegatronAudit = NotStarted(
+            "no wrapped pretrain runs; call audit.wrap_pretrain(pretrain)(...) in its place",
+            config=options.get("config"),
+        )
         """The registered audit, from the first training step on."""
         self._options = {"forward": forward, **options}
 
@@ -85,6 +88,8 @@ class PretrainAudit:
             if "extra_args_provider" in signature.parameters:
                 provider = bound.arguments.get("extra_args_provider")
                 bound.arguments["extra_args_provider"] = _with_rlk_args(provider)
+            if isinstance(self.audit, NotStarted):  # evaluation may come before the first training step
+                self.audit = MegatronAudit(None)
             with _replaced(loop, self._hooks(loop)):
                 return pretrain(*bound.args, **bound.kwargs)
 
