@@ -22,7 +22,7 @@ from rlk_audit.allreduce import (
     refuse_another_groups_shards,
 )
 from rlk_audit.collector import Collector
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.diagnose import diagnose
 from rlk_audit.evidence import EvidenceBuffer
 from rlk_audit.layout import StateLayout
@@ -45,9 +45,10 @@ def close_all(sinks: Sequence[Sink]) -> None:
         _close(sink)
 
 
-def set_up_failure(config: AuditConfig, group: Group = None, sinks: Sequence[Sink] = ()) -> Exception | None:
+def set_up_failure(config: AuditConfig | None, group: Group = None, sinks: Sequence[Sink] = ()) -> Exception | None:
     """Return why an auditor cannot be made of these settings and sinks in this group, or None."""
     try:
+        config = as_config(config)
         _refuse_odd_sinks(sinks)
         if config.mode == "off":
             return None
@@ -119,11 +120,12 @@ class Auditor:
         side_group: bool = False,
         evidence: EvidenceBuffer | None = None,
     ) -> None:
-        self.config = config or AuditConfig()
-        self.group = group
         hosts = agreed
         if hosts is None:
-            hosts = agree_on_layout(self.config, group, failure=set_up_failure(self.config, group, sinks))
+            failure = set_up_failure(config, group, sinks)
+            hosts = agree_on_layout(config if failure is None else None, group, failure=failure)
+        self.config = as_config(config)
+        self.group = group
         self._judge = Judge(self.config)
         self.collector = None if self.config.mode == "off" else Collector(self.config, device)
         self._made_alone = writer is None and group_place(group)[1] == 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit import breakdowns, samples
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.layout import COUNTER_INDEX, FLAGS, ROW_HEADER, StateLayout, label_column
 from rlk_audit.measure import FlatTokens, measure
 from rlk_audit.ragged import to_float_and_missing
@@ -42,7 +42,7 @@ class Collector:
     """
 
     def __init__(self, config: AuditConfig | None = None, device: str | torch.device = "cpu") -> None:
-        self.config = config or AuditConfig()
+        self.config = as_config(config)
         self.device = torch.device(device)
         self.layout = StateLayout(self.config)
         self.last_error: str | None = None

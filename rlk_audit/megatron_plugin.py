@@ -34,7 +34,7 @@ from rlk_audit.allreduce import (
     world_group,
 )
 from rlk_audit.auditor import Auditor, close_all, set_up_failure
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, refuse_no_function
 from rlk_audit.evidence import EvidenceBuffer
 from rlk_audit.megatron_groups import ParallelGroups, Replicas, StrictGroup
 from rlk_audit.megatron_groups import resolve_groups as resolve_groups
@@ -294,6 +294,7 @@ class MegatronAudit:
 
         What the forward step and its loss function return is handed on untouched.
         """
+        refuse_no_function("forward_step_func", forward_step_func)
         if self.auditor is None:
             return forward_step_func
 
@@ -315,6 +316,7 @@ class MegatronAudit:
 
         With ``forward_only`` the numbers go on, since a batch may be scored in several parts and nothing reruns it.
         """
+        refuse_no_function("forward_backward_func", forward_backward_func)
         if self.auditor is None:
             return forward_backward_func
 

@@ -293,3 +293,12 @@ def test_trl(field: str, way: str) -> None:
         assert found == set()
     else:
         assert "update_failed" in found
+
+
+@pytest.mark.parametrize("wrong", [None, SimpleNamespace(training=True)])
+def test_trl_takes_a_trainer(wrong: Any) -> None:
+    pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
+    from rlk_audit.integrations.trl import GrpoAudit
+
+    with pytest.raises(TypeError, match=f"^expected a GRPOTrainer of TRL, got {type(wrong).__name__}$"):
+        GrpoAudit(wrong)

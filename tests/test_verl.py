@@ -169,6 +169,12 @@ def test_what_a_batch_lacks_never_ends_the_training(field: str, way: str, caplog
         assert (found[PREFIX + "compared_token_count"] == 0) == (field == "rollout_log_probs")
 
 
+def test_a_config_of_another_type_is_refused() -> None:
+    for wrong in ("strict", {}):
+        with pytest.raises(TypeError, match=f"config must be an AuditConfig, got {type(wrong).__name__}"):
+            VerlAudit(wrong)
+
+
 # --- in verl's own loop -----------------------------------------------------------------------------------------------
 
 

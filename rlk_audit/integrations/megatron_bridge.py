@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from rlk_audit.config import as_config, refuse_no_function
 from rlk_audit.megatron_plugin import ForwardStep, MegatronAudit, NotStarted, register
 from rlk_audit.report import StepReport
 
@@ -40,6 +41,7 @@ class BridgeAudit:
         """The registered audit, from the start of the training on."""
         self.report: StepReport | None = None
         """The report of the last step, on ranks of the last pipeline stage."""
+        as_config(options.get("config"))
         self._options = {"forward": forward, **options}
 
     def observe(self, *args: Any, **fields: Any) -> None:
@@ -55,6 +57,7 @@ class BridgeAudit:
 
         Its parameters may begin with Megatron-Bridge's state, as ``(state, data_iterator, model, ...)``.
         """
+        refuse_no_function("forward_step_func", forward_step_func)
 
         @functools.wraps(forward_step_func)
         def forward_step(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.megatron_plugin import MegatronAudit, register
 from rlk_audit.report import StepReport
 from rlk_audit.tokens import TokenBatch, or_fault
@@ -40,7 +40,7 @@ class RLAudit:
         """The registered audit, from the first batch of rollouts on."""
         self.report: StepReport | None = None
         """The report of the last batch, on ranks of the last pipeline stage."""
-        self._options = {"config": config or AuditConfig(), "cp_sharded": False, **options}
+        self._options = {"config": as_config(config), "cp_sharded": False, **options}
         self._batches = 0
 
     def wrap(self, rl_utils: Any) -> None:
@@ -51,7 +51,8 @@ class RLAudit:
         """
         missing = [name for name in (PREPARE, UNPACKED, PACKED) if not callable(getattr(rl_utils, name, None))]
         if missing:
-            raise TypeError(f"expected megatron.rl.rl_utils, got {rl_utils!r}, which lacks {', '.join(missing)}")
+            name = getattr(rl_utils, "__name__", type(rl_utils).__name__)
+            raise TypeError(f"expected megatron.rl.rl_utils, got {name}, which lacks {', '.join(missing)}")
         setattr(rl_utils, UNPACKED, self._observing(getattr(rl_utils, UNPACKED), unpacked_batch))
         setattr(rl_utils, PACKED, self._observing(getattr(rl_utils, PACKED), packed_batch))
         setattr(rl_utils, PREPARE, self._stepping(getattr(rl_utils, PREPARE)))

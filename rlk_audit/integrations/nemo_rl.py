@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit.collector import Collector
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config, refuse_no_function
 from rlk_audit.integrations.set_up import driver_auditor, needed
 from rlk_audit.report import StepReport
 from rlk_audit.settings import resolve_settings
@@ -43,12 +43,14 @@ class AuditedLoss:
         config: the audit's settings; the environment of this process and a YAML file go before it.
 
     Raises:
+        TypeError: ``loss_fn`` is no function.
         ValueError, ImportError: a setting is wrong.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], config: AuditConfig | None = None) -> None:
+        refuse_no_function("loss_fn", loss_fn)
         self.loss_fn = loss_fn
-        self.config = resolve_settings(None, config or AuditConfig()).config
+        self.config = resolve_settings(None, as_config(config)).config
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loss_fn", "config") or name.startswith("__"):  # not yet set, while it is unpickled
@@ -102,10 +104,16 @@ class AuditedLogger:
         sinks: where reports go, beside those that the settings name and the logger's own trackers.
 
     Raises:
+        TypeError: ``logger`` is none of NeMo-RL.
         ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up.
     """
 
     def __init__(self, logger: Any, config: AuditConfig | None = None, sinks: Sequence[Sink] = ()) -> None:
+        missing = [name for name in ("log_batched_dict_as_jsonl", "log_metrics") if not hasattr(logger, name)]
+        if missing:
+            raise TypeError(
+                f"expected a logger of NeMo-RL, got {type(logger).__name__}, which lacks {', '.join(missing)}"
+            )
         self.logger = logger
         self.auditor = driver_auditor(config, sinks)
         self.report: StepReport | None = None

@@ -9,7 +9,7 @@ import torch
 
 from rlk_audit.allreduce import Group, agree_on_layout, group_place
 from rlk_audit.auditor import Auditor, close_all, set_up_failure
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.settings import resolve_settings
 from rlk_audit.sinks import Sink
 
@@ -63,7 +63,7 @@ def driver_auditor(config: AuditConfig | None, sinks: Sequence[Sink]) -> Auditor
     Raises:
         ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up.
     """
-    settings = resolve_settings(None, config or AuditConfig())
+    settings = resolve_settings(None, as_config(config))
     off = settings.config.mode == "off"
     return Auditor(settings.config, sinks=sinks if off else settings.build_sinks(sinks))
 

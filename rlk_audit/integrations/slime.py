@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rlk_audit.allreduce import agree_on_layout, group_place
 from rlk_audit.auditor import integer
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config, refuse_no_function
 from rlk_audit.integrations.set_up import needed
 from rlk_audit.integrations.slime_samples import Rollout, Slices, refuse_unequal
 from rlk_audit.megatron_groups import ParallelGroups, resolve_groups
@@ -88,7 +88,7 @@ class SlimeAudit:
         """The registered audit, from the first rollout on."""
         self.report: StepReport | None = None
         """The report of the last step that ended, on ranks of the last pipeline stage."""
-        self._config = config
+        self._config = None if config is None else as_config(config)
         self._dialect = dialect or Dialect()
         self._options = options
         self._groups = ParallelGroups()
@@ -189,6 +189,7 @@ class SlimeAudit:
 
     def wrap_tis(self, tis_function: TisFunction) -> TisFunction:
         """Return a TIS function that audits, and returns what the given one makes of the same arguments."""
+        refuse_no_function("tis_function", tis_function)
 
         @functools.wraps(tis_function)
         def audited(args: Any, **given: Any) -> TisResult:

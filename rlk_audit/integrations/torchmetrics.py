@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlk_audit.allreduce import global_rank
 from rlk_audit.collector import Collector
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.layout import ROW_HEADER, StateLayout
 from rlk_audit.limits import Judge
 from rlk_audit.report import StepReport
@@ -72,7 +72,7 @@ class DlogpAudit(Metric):
 
     def __init__(self, config: AuditConfig | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.config = config or AuditConfig()
+        self.config = as_config(config)
         _refuse_meaningless(self.config)
         self._collector: Collector | None = None
         self._report: dict[str, Any] | None = None

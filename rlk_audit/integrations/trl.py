@@ -85,6 +85,7 @@ class GrpoAudit(TrainerCallback):
         auditor: the auditor, whose ``config.mode`` is ``off`` where a variable says so.
 
     Raises:
+        TypeError: ``trainer`` is no GRPOTrainer.
         LayoutMismatchError, ValueError, ImportError, OSError: as ``make_auditor``.
     """
 
@@ -96,7 +97,11 @@ class GrpoAudit(TrainerCallback):
         group: Group = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self.auditor = make_auditor(config or AuditConfig(), group, sinks, trainer.accelerator.device)
+        if not isinstance(trainer, GRPOTrainer):
+            raise TypeError(f"expected a GRPOTrainer of TRL, got {type(trainer).__name__}")
+        self.auditor = make_auditor(
+            AuditConfig() if config is None else config, group, sinks, trainer.accelerator.device
+        )
         self._trainer = trainer
         self._generations = 0
         self._slices_to_score = 0

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rlk_audit.auditor import Auditor
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config, refuse_no_function
 from rlk_audit.integrations.set_up import make_auditor, needed
 from rlk_audit.report import StepReport
 from rlk_audit.sinks.base import logged_values
@@ -88,7 +88,7 @@ class VerlAudit:
     """
 
     def __init__(self, config: AuditConfig | None = None) -> None:
-        self._config = config
+        self._config = None if config is None else as_config(config)
         self._auditor: Auditor | None = None
         self.steps = 0
         self._told_bypass = False
@@ -114,6 +114,7 @@ class VerlAudit:
 
     def wrap_debug_metrics(self, calculate: Callable[[DataProto], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         """Return verl's function with the audit's figures beside its own."""
+        refuse_no_function("calculate", calculate)
 
         @functools.wraps(calculate)
         def debug_and_audit(data: DataProto) -> dict[str, Any]:
@@ -125,6 +126,7 @@ class VerlAudit:
 
     def wrap_bypass(self, apply_bypass_mode: Callable[..., None]) -> Callable[..., None]:
         """Return verl's function, after which the step is audited as one in which nothing can be compared."""
+        refuse_no_function("apply_bypass_mode", apply_bypass_mode)
 
         @functools.wraps(apply_bypass_mode)
         def bypass_and_audit(batch: DataProto, *args: Any, **kwargs: Any) -> None:
