@@ -16,6 +16,7 @@ from rlk_audit.allreduce import (
     Pending,
     agree_on_layout,
     all_reduce,
+    as_group,
     global_rank,
     group_place,
     mark_agreed,
@@ -93,7 +94,8 @@ class Auditor:
 
     Args:
         config: the audit's settings; with mode ``off`` nothing is built after the agreement.
-        group: data-parallel x context-parallel group; the default group, or this process alone, if None.
+        group: data-parallel x context-parallel group, or a DeviceMesh of one dimension; the default group, or this
+            process alone, if None.
         sinks: where reports go; every rank may pass them, those that do not write close theirs at once.
         device: where the collector's state lives.
         writer: whether this rank writes to the sinks; the group's first rank if None.
@@ -105,6 +107,7 @@ class Auditor:
 
     Raises:
         LayoutMismatchError: the configurations differ over the ranks.
+        TypeError: ``config`` or ``group`` is of another type.
         ValueError: a limit names no metric of this configuration.
     """
 
@@ -120,6 +123,7 @@ class Auditor:
         side_group: bool = False,
         evidence: EvidenceBuffer | None = None,
     ) -> None:
+        group = as_group(group)
         hosts = agreed
         if hosts is None:
             failure = set_up_failure(config, group, sinks)

@@ -250,6 +250,23 @@ def test_megatron_rl(field: str, way: str) -> None:
 # --- trl, where it is installed; of verl see test_verl.py -------------------------------------------------------------
 
 
+def bare_trainer(given: dict[str, Any]) -> Any:
+    """TRL's trainer with nothing but what the audit looks at; it generates this batch."""
+    from trl import GRPOTrainer
+
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    place = {"device": torch.device("cpu"), "num_processes": 1, "process_index": 0, "is_main_process": True}
+    trainer.accelerator = SimpleNamespace(**place)
+    trainer.use_vllm, trainer.rollout_func, trainer.model = True, None, SimpleNamespace(training=True)
+    trainer.args = SimpleNamespace(steps_per_generation=1)
+    trainer._generate_and_score_completions = lambda inputs: given
+    trainer._compute_loss = lambda model, inputs: trainer._get_per_token_logps_and_entropies(model)[0]
+    trainer._get_per_token_logps_and_entropies = lambda model: (torch.zeros(3, 4), None)
+    trainer.log = lambda logs: None
+    trainer.add_callback = lambda callback: None
+    return trainer
+
+
 @pytest.mark.parametrize("way", WAYS[:3])
 @pytest.mark.parametrize(
     "field",
@@ -258,8 +275,6 @@ def test_megatron_rl(field: str, way: str) -> None:
 def test_trl(field: str, way: str) -> None:
     """The wrapped functions alone, as the trainer calls them: what they return is handed on."""
     pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
-    from trl import GRPOTrainer
-
     from rlk_audit.integrations.trl import GrpoAudit
 
     batch = {
@@ -272,16 +287,7 @@ def test_trl(field: str, way: str) -> None:
     if field == "num_items_in_batch" and way == "short":
         pytest.skip("one number")
     given = spoilt(batch, field, way)
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
-    place = {"device": torch.device("cpu"), "num_processes": 1, "process_index": 0, "is_main_process": True}
-    trainer.accelerator = SimpleNamespace(**place)
-    trainer.use_vllm, trainer.rollout_func, trainer.model = True, None, SimpleNamespace(training=True)
-    trainer.args = SimpleNamespace(steps_per_generation=1)
-    trainer._generate_and_score_completions = lambda inputs: given
-    trainer._compute_loss = lambda model, inputs: trainer._get_per_token_logps_and_entropies(model)[0]
-    trainer._get_per_token_logps_and_entropies = lambda model: (torch.zeros(3, 4), None)
-    trainer.log = lambda logs: None
-    trainer.add_callback = lambda callback: None
+    trainer = bare_trainer(given)
     audit = GrpoAudit(trainer, AuditConfig())
     assert trainer._generate_and_score_completions([]) is given
     assert trainer._compute_loss(None, given).shape == (3, 4)
@@ -302,3 +308,14 @@ def test_trl_takes_a_trainer(wrong: Any) -> None:
 
     with pytest.raises(TypeError, match=f"^expected a GRPOTrainer of TRL, got {type(wrong).__name__}$"):
         GrpoAudit(wrong)
+
+
+def test_trl_takes_one_audit_a_trainer() -> None:
+    pytest.importorskip("trl", reason="trl is not installed: make test-integrations")
+    from rlk_audit.integrations.trl import GrpoAudit
+
+    trainer = bare_trainer({})
+    GrpoAudit(trainer)
+    with pytest.raises(ValueError, match="already has a GrpoAudit"):
+        GrpoAudit(trainer)
+    GrpoAudit(bare_trainer({}))

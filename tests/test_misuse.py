@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from rlk_audit import AuditConfig, Auditor, Collector
 from rlk_audit.integrations.megatron_bridge import BridgeAudit
 from rlk_audit.integrations.megatron_rl import RLAudit
 from rlk_audit.integrations.nemo_rl import AuditedLogger, AuditedLoss
+from rlk_audit.integrations.set_up import make_auditor
 from rlk_audit.integrations.slime import SlimeAudit
 from rlk_audit.integrations.torchmetrics import DlogpAudit
 from rlk_audit.megatron_plugin import MegatronAudit, register
@@ -60,3 +63,32 @@ def test_a_peer_of_another_kind(call: Callable[[Any], Any], sentence: str, wrong
     with pytest.raises(TypeError) as raised:
         call(wrong)
     assert str(raised.value) == sentence.format(type(wrong).__name__)
+
+
+class Mesh:
+    """What a DeviceMesh has, without processes."""
+
+    mesh_dim_names = None
+
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
+
+    def get_group(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("make", [Auditor, make_auditor])
+def test_a_mesh_in_place_of_a_group(make: Any) -> None:
+    assert make(AuditConfig(), group=Mesh(1)).group is None
+    with pytest.raises(TypeError, match=r"got a mesh of 2 dimensions; give one of them, as in mesh\['dp'\].get_group"):
+        make(AuditConfig(), group=Mesh(2))
+    with pytest.raises(TypeError, match="group must be a process group or a mesh of one dimension, got str"):
+        make(AuditConfig(), group="dp")
+
+
+def test_verls_plugin_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verl", None)
+    for name in ("verl", "verl_plugin"):
+        monkeypatch.delitem(sys.modules, f"rlk_audit.integrations.{name}", raising=False)
+        with pytest.raises(ImportError, match=r"the audit of verl cannot be used .*pip install 'rlk_audit\[verl\]'"):
+            importlib.import_module(f"rlk_audit.integrations.{name}")

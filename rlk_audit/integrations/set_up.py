@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlk_audit.allreduce import Group, agree_on_layout, group_place
+from rlk_audit.allreduce import Group, agree_on_layout, as_group, group_place
 from rlk_audit.auditor import Auditor, close_all, set_up_failure
 from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.settings import resolve_settings
@@ -32,6 +32,7 @@ def make_auditor(
         LayoutMismatchError: settings differ over the ranks, or the set-up failed on some; every rank raises the same.
         ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up, on every rank.
     """
+    group = as_group(group)
     try:
         settings = resolve_settings(None, config)
         failure = set_up_failure(settings.config, group, sinks)

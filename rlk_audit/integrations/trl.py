@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 SAMPLE_INDEX = "rlk_audit_sample_index"
 """Key under which a generation batch carries the samples' places through TRL's shuffle."""
 
+MARK = "rlk_audit"
+"""Attribute by which a trainer's wrapped ``log`` is known."""
+
 Batch = dict[str, Any]
 
 
@@ -86,6 +89,7 @@ class GrpoAudit(TrainerCallback):
 
     Raises:
         TypeError: ``trainer`` is no GRPOTrainer.
+        ValueError: the trainer has an audit already.
         LayoutMismatchError, ValueError, ImportError, OSError: as ``make_auditor``.
     """
 
@@ -99,6 +103,8 @@ class GrpoAudit(TrainerCallback):
     ) -> None:
         if not isinstance(trainer, GRPOTrainer):
             raise TypeError(f"expected a GRPOTrainer of TRL, got {type(trainer).__name__}")
+        if hasattr(getattr(trainer, "log", None), MARK):
+            raise ValueError("the trainer already has a GrpoAudit; one counts each token, two would log it twice")
         self.auditor = make_auditor(
             AuditConfig() if config is None else config, group, sinks, trainer.accelerator.device
         )
@@ -207,4 +213,5 @@ class GrpoAudit(TrainerCallback):
                 self._unlogged = None
             log(logs, *args, **kwargs)
 
+        setattr(logged, MARK, self)
         return logged
