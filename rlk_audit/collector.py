@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit import breakdowns, samples
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.kernels.choice import measure_for
 from rlk_audit.layout import COUNTER_INDEX, FLAGS, ROW_HEADER, StateLayout, label_column
 from rlk_audit.measure import FlatTokens
@@ -43,7 +43,7 @@ class Collector:
     """
 
     def __init__(self, config: AuditConfig | None = None, device: str | torch.device = "cpu") -> None:
-        self.config = config or AuditConfig()
+        self.config = as_config(config)
         self.device = torch.device(device)
         self.layout = StateLayout(self.config)
         self._measure_tokens = measure_for(self.config.kernel, self.device)
@@ -284,6 +284,8 @@ class Collector:
 
     def _log_probs(self, name: str, values: Values) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities on the device and, flat, where the caller gave None; train has no such place."""
+        if values is None:
+            raise ValueError(f"{name} is missing")
         try:
             tensor, absent = to_float_and_missing(values)
         except ValueError as error:
@@ -297,6 +299,8 @@ class Collector:
 
     def _same_shape(self, batch: TokenBatch, name: str, shape: torch.Size) -> Tensor:
         """Return a field flat and on the device."""
+        if getattr(batch, name) is None:
+            raise ValueError(f"{name} is missing")
         values = torch.as_tensor(getattr(batch, name), device=self.device)
         if values.shape != shape:
             raise ValueError(

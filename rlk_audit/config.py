@@ -215,6 +215,29 @@ class AuditConfig:
         return {name: json.dumps(value) for name, value in self.to_dict().items() if name not in ("metadata", "kernel")}
 
 
+def as_config(config: AuditConfig | None) -> AuditConfig:
+    """Return the configuration, the default one for None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if config is None:
+        return AuditConfig()
+    if not isinstance(config, AuditConfig):
+        raise TypeError(f"config must be an AuditConfig, got {type(config).__name__}; see AuditConfig.from_dict")
+    return config
+
+
+def refuse_no_function(name: str, value: object) -> None:
+    """Refuse what cannot be called, where it is given and not where it is needed.
+
+    Raises:
+        TypeError: the text names its type.
+    """
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {type(value).__name__}")
+
+
 def _require(condition: bool, name: str, expected: str, value: object) -> None:
     if not condition:
         raise ValueError(f"{name} must be {expected}, got {value!r}")

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.evidence_table import KeptBatch, Sample, samples_of
 from rlk_audit.nonfinite import restore_nonfinite as restore_nonfinite
 from rlk_audit.report import StepReport
@@ -67,7 +67,7 @@ class EvidenceBuffer:
             if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {bound!r}")
         self.directory = Path(directory)
-        self.config = config or AuditConfig()
+        self.config = as_config(config)
         self._max_bytes = max_bytes
         self._samples = samples
         self._min_steps = min_steps

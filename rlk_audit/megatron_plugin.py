@@ -34,7 +34,7 @@ from rlk_audit.allreduce import (
     world_group,
 )
 from rlk_audit.auditor import Auditor, close_all, set_up_failure
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, refuse_no_function
 from rlk_audit.evidence import EvidenceBuffer
 from rlk_audit.megatron_groups import ParallelGroups, Replicas, StrictGroup
 from rlk_audit.megatron_groups import resolve_groups as resolve_groups
@@ -294,6 +294,7 @@ class MegatronAudit:
 
         What the forward step and its loss function return is handed on untouched.
         """
+        refuse_no_function("forward_step_func", forward_step_func)
         if self.auditor is None:
             return forward_step_func
 
@@ -315,6 +316,7 @@ class MegatronAudit:
 
         With ``forward_only`` the numbers go on, since a batch may be scored in several parts and nothing reruns it.
         """
+        refuse_no_function("forward_backward_func", forward_backward_func)
         if self.auditor is None:
             return forward_backward_func
 
@@ -397,3 +399,38 @@ class MegatronAudit:
                 self._evaluation = None
 
         return audited_loss
+
+
+class NotStarted(MegatronAudit):
+    """Stands for an audit that a hook will register; what comes before that is lost, and the first time is told.
+
+    Args:
+        sentence: which hook is missing.
+        args, config: what the mode is resolved of; where it is ``off`` nothing is told.
+    """
+
+    def __init__(
+        self, sentence: str, args: argparse.Namespace | None = None, config: AuditConfig | None = None
+    ) -> None:
+        super().__init__(None)
+        self._sentence: str | None = sentence
+        self._settings = args, config
+
+    def observe(self, *args: Any, **fields: Any) -> None:
+        """Say once that nothing of this is audited."""
+        self._tell()
+
+    def attach(self, *args: Any, **fields: Any) -> None:
+        """Say once that nothing of this is audited."""
+        self._tell()
+
+    def _tell(self) -> None:
+        sentence, self._sentence = self._sentence, None
+        if sentence is not None and self._mode() != "off":
+            logger.warning("the audit was never started, so what it is given is lost: %s", sentence)
+
+    def _mode(self) -> str | None:
+        try:
+            return resolve_settings(*self._settings).config.mode
+        except Exception:  # a wrong setting is told where the audit is registered
+            return None

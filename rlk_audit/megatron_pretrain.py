@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rlk_audit.megatron_plugin import ForwardStep, MegatronAudit, add_rlk_args, register
+from rlk_audit.config import as_config, refuse_no_function
+from rlk_audit.megatron_plugin import ForwardStep, MegatronAudit, NotStarted, add_rlk_args, register
 
 _HOOKED = ("train", "train_step", "get_forward_backward_func", "get_args")
 """What the loop's module must have: every release from 0.12 on does."""
@@ -42,8 +43,12 @@ class PretrainAudit:
     """
 
     def __init__(self, forward: str = "current", **options: Any) -> None:
-        self.audit = MegatronAudit(None)
+        self.audit: MegatronAudit = NotStarted(
+            "no wrapped pretrain runs; call audit.wrap_pretrain(pretrain)(...) in its place",
+            config=options.get("config"),
+        )
         """The registered audit, from the first training step on."""
+        as_config(options.get("config"))
         self._options = {"forward": forward, **options}
 
     def observe(self, *args: Any, **fields: Any) -> None:
@@ -69,6 +74,8 @@ class PretrainAudit:
         Raises:
             TypeError: the function is not the ``pretrain`` of a Megatron-LM.
         """
+        if not callable(pretrain):
+            raise TypeError(f"expected the pretrain of Megatron-LM, got {type(pretrain).__name__}")
         signature = inspect.signature(pretrain)
         loop: dict[str, Any] = getattr(inspect.unwrap(pretrain), "__globals__", {})
         missing = [name for name in _HOOKED if name not in loop]
@@ -85,6 +92,8 @@ class PretrainAudit:
             if "extra_args_provider" in signature.parameters:
                 provider = bound.arguments.get("extra_args_provider")
                 bound.arguments["extra_args_provider"] = _with_rlk_args(provider)
+            if isinstance(self.audit, NotStarted):  # evaluation may come before the first training step
+                self.audit = MegatronAudit(None)
             with _replaced(loop, self._hooks(loop)):
                 return pretrain(*bound.args, **bound.kwargs)
 
@@ -98,6 +107,8 @@ class PretrainAudit:
         }
 
     def _wrap_forward_step(self, forward_step_func: ForwardStep) -> ForwardStep:
+        refuse_no_function("forward_step_func", forward_step_func)
+
         @functools.wraps(forward_step_func)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             # The loop holds this function since before the audit was registered.

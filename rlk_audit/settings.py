@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlk_audit import setting_values as values
-from rlk_audit.config import DEFAULT_STRICT_CLASSES, KERNELS, MODES, TOKEN_CLASSES, AuditConfig
+from rlk_audit.config import DEFAULT_STRICT_CLASSES, KERNELS, MODES, TOKEN_CLASSES, AuditConfig, as_config
 from rlk_audit.contracts import apply_contract
 from rlk_audit.limits import Judge
 from rlk_audit.sinks import Sink, build_sinks
@@ -267,9 +267,7 @@ def resolve_settings(
         raise TypeError(f"args must be what a parser with add_rlk_args made, got {type(args).__name__}")
     given = _given(args, os.environ if environ is None else environ)
     read = {name: _checked(name, value, where) for name, (value, where) in given.items()}
-    base = AuditConfig(mode="off") if config is None else config
-    if not isinstance(base, AuditConfig):
-        raise TypeError(f"config must be an AuditConfig, got {type(base).__name__}; see AuditConfig.from_dict")
+    base = AuditConfig(mode="off") if config is None else as_config(config)
     try:
         merged = dataclasses.replace(base, **{name: read[name] for name in read.keys() & _AUDIT_FIELDS})
     except ValueError as error:

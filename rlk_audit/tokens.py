@@ -338,6 +338,8 @@ def or_fault(build: Callable[[], TokenBatch]) -> TokenBatch:
     """Return the batch, or one that holds why the data make none: an exception would leave the other ranks waiting."""
     try:
         return build()
+    except KeyError as error:
+        return TokenBatch((), fault=f"the batch cannot be read: {error} is missing")
     except Exception as error:
         return TokenBatch((), fault=f"the batch cannot be read: {' '.join(str(error).split())}")
 

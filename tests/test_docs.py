@@ -64,3 +64,58 @@ def test_the_examples_of_dumps_are_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     exec(reading, {})
     assert capsys.readouterr().out == "3 0 2\n3 -1 2\n3 -1 1\n"
+
+
+def sections_of_integrations() -> dict[str, str]:
+    text = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)[1:]
+    found = dict(zip(parts[::2], parts[1::2], strict=True))
+    return {
+        name: part
+        for name, part in found.items()
+        if name not in ("prime-rl and ms-swift", "Beside the peers' own figures")
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("section", sections_of_integrations())
+def test_the_imports_of_an_integration_run(section: str) -> None:
+    """Each section says where its names are from; what a missing package keeps from being imported is left out."""
+    lines = re.findall(r"^from rlk_audit.* import .+$", sections_of_integrations()[section], re.MULTILINE)
+    assert lines
+    for line in lines:
+        try:
+            exec(line, {})
+        except ImportError as error:
+            if "cannot be used" not in str(error):
+                raise
+            pytest.skip(str(error))
+
+
+def test_what_is_on_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of integrations, where their packages are not needed."""
+    from types import SimpleNamespace
+
+    from rlk_audit import Auditor
+    from rlk_audit.integrations.nemo_rl import AuditedLogger, AuditedLoss
+    from rlk_audit.integrations.set_up import driver_auditor, make_auditor
+    from rlk_audit.integrations.slime import Dialect
+    from rlk_audit.integrations.vime import vime_mode
+    from rlk_audit.megatron_plugin import register
+
+    monkeypatch.setattr("atexit.register", lambda call: None)
+    logger = SimpleNamespace(log_batched_dict_as_jsonl=print, log_metrics=print)
+    assert Auditor().config.mode == "audit"
+    assert Dialect().mode(SimpleNamespace()) == "audit"
+    assert vime_mode(SimpleNamespace(), {}) == "off"
+    assert make_auditor().config.mode == "off"  # as VerlAudit() does
+    assert not register().owns_report
+    for mode, variable in (("audit", None), ("off", "off")):
+        if variable is not None:
+            monkeypatch.setenv("RLK_AUDIT_MODE", variable)
+        assert driver_auditor(None, ()).config.mode == mode  # as SkyRLAudit() does
+        assert make_auditor(AuditConfig()).config.mode == mode  # as GrpoAudit(trainer) does
+        assert AuditedLoss(print).config.mode == AuditedLogger(logger).auditor.config.mode == mode
+    assert Auditor().config.mode == "audit"
+    monkeypatch.setenv("RLK_AUDIT_MODE", "audit")
+    assert register().owns_report

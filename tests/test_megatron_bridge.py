@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from slime_harness import make_samples
 
 from rlk_audit import AuditConfig, ConsistencyError, StepReport
 from rlk_audit.integrations.megatron_bridge import BridgeAudit
+from rlk_audit.megatron_pretrain import PretrainAudit
 
 SAMPLES = make_samples(8, seed=5)
 
@@ -222,3 +224,31 @@ def test_the_end_of_the_training_closes_the_sinks(manager: tuple[Any, Any]) -> N
     audit = BridgeAudit(config=AuditConfig(), sinks=[sink])
     train(manager, audit, policy_step(audit, True), [SAMPLES])
     assert kinds == ["step", "run", "closed"]
+
+
+def test_off_is_silent_and_a_stage_without_an_auditor_too(
+    manager: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    audit = BridgeAudit(config=AuditConfig(mode="off"))
+    audit.observe(torch.zeros(1), torch.zeros(1), torch.ones(1))
+    train(manager, audit, policy_step(audit, True), [SAMPLES])
+    BridgeAudit().observe(torch.zeros(1), torch.zeros(1), torch.ones(1))
+    assert "never started" not in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["audit", "strict"])
+@pytest.mark.parametrize("call", ["observe", "attach"])
+@pytest.mark.parametrize("by_variable", [False, True])
+@pytest.mark.parametrize(
+    ("handle", "hook"), [(BridgeAudit, r"on_train_start .* callbacks=\[audit\]"), (PretrainAudit, "wrap_pretrain")]
+)
+def test_an_audit_that_no_hook_started_says_so(
+    handle: Any, hook: str, by_variable: bool, call: str, mode: str, monkeypatch: Any, caplog: Any
+) -> None:
+    if by_variable:
+        monkeypatch.setenv("RLK_AUDIT_MODE", mode)
+    audit = handle() if by_variable else handle(config=AuditConfig(mode=mode))
+    for _ in range(3):
+        getattr(audit, call)(torch.zeros(1), torch.ones(1))
+    (line,) = caplog.messages
+    assert re.search(f"never started.*{hook}", line)

@@ -126,7 +126,7 @@ def test_a_token_that_the_engine_never_scored_is_missing(kind: str) -> None:
 
 
 def test_odd_data_is_counted_and_never_raised() -> None:
-    rl_utils = module("unpacked", SAMPLES, inference_logprobs=None)
+    rl_utils = module("unpacked", SAMPLES, old_logprobs_for_data=None)
     audit = RLAudit()
     audit.wrap(rl_utils)
     rl_utils.prepare_data_for_update("model")

@@ -230,7 +230,8 @@ def test_a_batch_without_the_engines_side_is_counted() -> None:
     _, metrics = AuditedLoss(Loss())(
         data["prev_logprobs"][:, 1:], data=data, global_valid_seqs=1, global_valid_toks=torch.tensor(1.0)
     )
-    assert metrics["rlk_audit/warning/update_failed"] == 1
+    assert metrics["rlk_audit/active_token_count"] == sum(sum(s.mask) for s in expected_samples())
+    assert metrics["rlk_audit/compared_token_count"] == metrics["rlk_audit/warning/update_failed"] == 0
 
 
 def figures_of(audited: AuditedLoss, data: dict[str, Any], tokens: float = 1.0) -> dict[str, float]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,3 +176,74 @@ def test_a_failing_batch_is_counted_not_raised() -> None:
     metric = DlogpAudit(CONFIG)
     metric.update(torch.zeros(3), torch.zeros(4), torch.ones(3))
     assert metric.compute()[CONFIG.prefix + "warning/update_failed"].item() == 1
+
+
+def test_a_collection_gives_each_metric_the_arguments_that_it_names() -> None:
+    given = {
+        "train_log_probs": torch.tensor([-0.5, -1.2]),
+        "rollout_log_probs": torch.tensor([-0.5, -1.0]),
+        "mask": torch.tensor([1, 1]),
+        "sample_index": torch.tensor([3, 4]),
+    }
+    collection = MetricCollection({"drift": DlogpAudit(), "mean": MeanMetric()})
+    collection.update(**given, value=2.0)
+    collection(**given, value=4.0)
+    values = collection.compute()
+    assert values["mean"].item() == 3.0
+    assert values["rlk_audit/compared_token_count"].item() == 4
+    assert values["rlk_audit/worst_sample_index"].item() == 4
+
+
+def test_update_names_every_argument_of_the_collector() -> None:
+    """Kills: a field of a batch that a MetricCollection drops in silence."""
+    ours = inspect.signature(DlogpAudit.update).parameters
+    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in ours.values())
+    named = set(inspect.signature(Collector.update).parameters) - {"fields"}
+    held = {"whole_slots", "refused_samples", "refused_active", "refused_total", "refusal", "fault"}
+    assert set(ours) == named | {field.name for field in dataclasses.fields(TokenBatch)} - held
+
+
+@pytest.mark.parametrize("other", [AuditConfig(worst_k=9), AuditConfig(eps_low=0.1), AuditConfig(grouping_power=5)])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_of_another_configuration_is_refused(other: AuditConfig, strict: bool) -> None:
+    """Also one of the same length, whose numbers mean something else."""
+    metric, saved = DlogpAudit(), DlogpAudit(other)
+    saved.update(torch.zeros(3), torch.zeros(3), torch.ones(3))
+    collection = MetricCollection({"drift": metric})
+    for load in (
+        lambda: metric.load_state_dict(saved.state_dict(), strict=strict),
+        lambda: collection.load_state_dict(MetricCollection({"drift": saved}).state_dict(), strict=strict),
+        lambda: metric.merge_state({"vector": saved.vector}),
+        lambda: metric.merge_state(saved),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match="made with another AuditConfig"):
+            load()
+    metric.update(torch.zeros(3), torch.zeros(3), torch.ones(3))
+    assert metric.compute()["rlk_audit/compared_token_count"].item() == 3
+
+
+def test_limits_are_judged() -> None:
+    limits = {"abs_dlogp_max": 0.1, "abs_dlogp_mean": [0.2, ">=0.001"], "seq_ess0": 0.5}
+    metric = DlogpAudit(AuditConfig(limits=limits, samples_per_step=4))
+    metric.update(torch.tensor([-0.5, -1.2]), torch.tensor([-0.5, -1.0]), torch.tensor([1, 1]))
+    values = {name: value.item() for name, value in metric.compute().items() if "verdict/" in name}
+    assert values.pop("rlk_audit/verdict/seq_ess0") != values.pop("rlk_audit/verdict/all")  # NaN: no sample has a slot
+    assert values == {"rlk_audit/verdict/abs_dlogp_max": 0.0, "rlk_audit/verdict/abs_dlogp_mean": 1.0}
+    assert metric.report.verdict.failed_limits[0].metric == "abs_dlogp_max"
+    metric.reset()
+    metric.update(torch.tensor([-0.5, -1.2]), torch.tensor([-0.5, -1.2001]), torch.tensor([1, 1]))
+    assert metric.compute()["rlk_audit/verdict/abs_dlogp_max"].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"mode": "off"}, "got mode off: leave the metric out"),
+        ({"mode": "strict"}, "got mode strict: raise where verdict/all is 0"),
+        ({"limits": {"abs_dlogp_p99": "3x_median_50"}}, "cannot be relative to a median"),
+        ({"limits": {"abs_dlogp": 1.0}}, "a limit names the metric 'abs_dlogp'"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        DlogpAudit(AuditConfig(**settings))

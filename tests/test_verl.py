@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -146,6 +147,32 @@ def test_a_nan_is_verls_figure_and_our_count() -> None:
     report = VerlAudit(AuditConfig()).step(data)
     assert report.warnings == {"rollout_nan": 1}
     assert oracle.differences(report.metrics, oracle.audit(samples(values))) == []
+
+
+@pytest.mark.parametrize("way", ["absent", "None", "short"])
+@pytest.mark.parametrize("field", [*recorded(), "batch"])
+def test_what_a_batch_lacks_never_ends_the_training(field: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    values: dict[str, Any] = recorded()
+    if field != "batch":
+        values = {**values, field: values[field][:-1] if way == "short" else None}
+        values = {name: value for name, value in values.items() if way != "absent" or name != field}
+    data = SimpleNamespace(batch=None if field == "batch" else values)
+    found = VerlAudit(AuditConfig()).wrap_debug_metrics(lambda data: {"theirs": 1.0})(data)
+    assert found["theirs"] == 1.0
+    failed = found[PREFIX + "warning/update_failed"]
+    if way == "short" or field in ("old_log_probs", "responses", "batch"):
+        assert failed == 1
+        sentence = "expected verl's DataProto, got SimpleNamespace" if field == "batch" else f"{field} is missing"
+        assert way == "short" or sentence in caplog.text
+    else:
+        assert failed == 0
+        assert (found[PREFIX + "compared_token_count"] == 0) == (field == "rollout_log_probs")
+
+
+def test_a_config_of_another_type_is_refused() -> None:
+    for wrong in ("strict", {}):
+        with pytest.raises(TypeError, match=f"config must be an AuditConfig, got {type(wrong).__name__}"):
+            VerlAudit(wrong)
 
 
 # --- in verl's own loop -----------------------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from rlk_audit.megatron_plugin import ForwardStep, MegatronAudit, register
+from rlk_audit.config import as_config, refuse_no_function
+from rlk_audit.megatron_plugin import ForwardStep, MegatronAudit, NotStarted, register
 from rlk_audit.report import StepReport
 
 
 class BridgeAudit:
-    """A rank's handle on the audit; until the training starts its calls are free.
+    """A rank's handle on the audit; until the training starts its calls do nothing.
 
     A report's step is the iteration as Megatron-Bridge logs it: 1 is the first.
 
@@ -32,10 +33,15 @@ class BridgeAudit:
     """
 
     def __init__(self, forward: str = "current", **options: Any) -> None:
-        self.audit = MegatronAudit(None)
+        self.audit: MegatronAudit = NotStarted(
+            "on_train_start did not come; give it to Megatron-Bridge, as in pretrain(..., callbacks=[audit])",
+            options.get("args"),
+            options.get("config"),
+        )
         """The registered audit, from the start of the training on."""
         self.report: StepReport | None = None
         """The report of the last step, on ranks of the last pipeline stage."""
+        as_config(options.get("config"))
         self._options = {"forward": forward, **options}
 
     def observe(self, *args: Any, **fields: Any) -> None:
@@ -51,6 +57,7 @@ class BridgeAudit:
 
         Its parameters may begin with Megatron-Bridge's state, as ``(state, data_iterator, model, ...)``.
         """
+        refuse_no_function("forward_step_func", forward_step_func)
 
         @functools.wraps(forward_step_func)
         def forward_step(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.megatron_plugin import MegatronAudit, register
 from rlk_audit.report import StepReport
 from rlk_audit.tokens import TokenBatch, or_fault
@@ -40,7 +40,7 @@ class RLAudit:
         """The registered audit, from the first batch of rollouts on."""
         self.report: StepReport | None = None
         """The report of the last batch, on ranks of the last pipeline stage."""
-        self._options = {"config": config or AuditConfig(), "cp_sharded": False, **options}
+        self._options = {"config": as_config(config), "cp_sharded": False, **options}
         self._batches = 0
 
     def wrap(self, rl_utils: Any) -> None:
@@ -51,7 +51,8 @@ class RLAudit:
         """
         missing = [name for name in (PREPARE, UNPACKED, PACKED) if not callable(getattr(rl_utils, name, None))]
         if missing:
-            raise TypeError(f"expected megatron.rl.rl_utils, got {rl_utils!r}, which lacks {', '.join(missing)}")
+            name = getattr(rl_utils, "__name__", type(rl_utils).__name__)
+            raise TypeError(f"expected megatron.rl.rl_utils, got {name}, which lacks {', '.join(missing)}")
         setattr(rl_utils, UNPACKED, self._observing(getattr(rl_utils, UNPACKED), unpacked_batch))
         setattr(rl_utils, PACKED, self._observing(getattr(rl_utils, PACKED), packed_batch))
         setattr(rl_utils, PREPARE, self._stepping(getattr(rl_utils, PREPARE)))
@@ -80,7 +81,7 @@ class RLAudit:
 
 
 def unpacked_batch(
-    inference_logprobs: Sequence[Tensor],
+    inference_logprobs: Sequence[Tensor | None] | None,
     old_logprobs_for_data: Tensor,
     generation_masks: Tensor,
     group_stats: Any = None,
@@ -88,7 +89,7 @@ def unpacked_batch(
     """Return rows of whole sequences as a batch; the arguments are those of Megatron-LM's own function.
 
     Args:
-        inference_logprobs: a row's engine log-probabilities, float [generated tokens, or fewer].
+        inference_logprobs: a row's engine log-probabilities, float [generated tokens, or fewer]; None is none at all.
         old_logprobs_for_data: float [rows, length - 1]; column i scores token i + 1.
         generation_masks: [rows, length or more], nonzero where the token was generated.
         group_stats: not used.
@@ -97,7 +98,9 @@ def unpacked_batch(
     generated = generation_masks[:, 1 : 1 + train.shape[1]].to(train.device) != 0
     rollout = torch.zeros(train.shape, dtype=torch.float32, device=train.device)
     missing = generated.clone()
-    for row, values in enumerate(inference_logprobs):
+    for row, values in enumerate(inference_logprobs or ()):
+        if values is None:
+            continue
         places = generation_masks[row].nonzero()[:, 0].to(train.device) - 1
         given = values.reshape(-1)[: len(places)].to(rollout)
         places = places[: len(given)]
@@ -112,7 +115,7 @@ def unpacked_batch(
 
 def packed_batch(
     old_logprobs: Tensor,
-    packed_inference_logprobs: Tensor,
+    packed_inference_logprobs: Tensor | None,
     packed_loss_mask: Tensor,
     group_stats: Any = None,
     filled_mask: Tensor | None = None,
@@ -128,4 +131,5 @@ def packed_batch(
     train = old_logprobs.detach()
     mask = packed_loss_mask[:, 1:].to(train.device) != 0
     missing = None if filled_mask is None else ~filled_mask.to(train.device)
-    return TokenBatch(train, packed_inference_logprobs.to(train.device), mask, rollout_missing=missing)
+    rollout = None if packed_inference_logprobs is None else packed_inference_logprobs.to(train.device)
+    return TokenBatch(train, rollout, mask, rollout_missing=missing)

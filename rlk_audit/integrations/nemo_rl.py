@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rlk_audit.collector import Collector
-from rlk_audit.config import AuditConfig
-from rlk_audit.integrations.set_up import driver_auditor
+from rlk_audit.config import AuditConfig, as_config, refuse_no_function
+from rlk_audit.integrations.set_up import driver_auditor, needed
 from rlk_audit.report import StepReport
 from rlk_audit.settings import resolve_settings
 from rlk_audit.sinks import Sink
@@ -43,12 +43,14 @@ class AuditedLoss:
         config: the audit's settings; the environment of this process and a YAML file go before it.
 
     Raises:
+        TypeError: ``loss_fn`` is no function.
         ValueError, ImportError: a setting is wrong.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], config: AuditConfig | None = None) -> None:
+        refuse_no_function("loss_fn", loss_fn)
         self.loss_fn = loss_fn
-        self.config = resolve_settings(None, config or AuditConfig()).config
+        self.config = resolve_settings(None, as_config(config)).config
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loss_fn", "config") or name.startswith("__"):  # not yet set, while it is unpickled
@@ -65,15 +67,11 @@ class AuditedLoss:
                 theirs |= {self.config.prefix + name: theirs[known] for name in names}
         return theirs
 
-    def __call__(
-        self, *args: Any, data: Mapping[str, Any], global_valid_seqs: Any, global_valid_toks: Any, **given: Any
-    ) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, *args: Any, data: Mapping[str, Any], **given: Any) -> tuple[Any, dict[str, Any]]:
         """Return what ``loss_fn`` returns, with the audit's figures among the metrics."""
         current = args[0] if args else given.get("next_token_logprobs")
-        audited = self._figures(current, data, global_valid_toks)
-        loss, metrics = self.loss_fn(
-            *args, data=data, global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks, **given
-        )
+        audited = self._figures(current, data, given.get("global_valid_toks"))
+        loss, metrics = self.loss_fn(*args, data=data, **given)
         return loss, {**metrics, **audited}
 
     def _figures(self, current: Tensor | None, data: Mapping[str, Any], global_valid_toks: Any) -> dict[str, float]:
@@ -81,15 +79,17 @@ class AuditedLoss:
             return {}
 
         def build() -> TokenBatch:
+            if global_valid_toks is None:
+                raise ValueError("global_valid_toks is missing")
             on_policy = getattr(self.loss_fn, "force_on_policy_ratio", False)
-            return sequences_batch(current if on_policy else data["prev_logprobs"][:, 1:], data)
+            return sequences_batch(current if on_policy else needed(data, "prev_logprobs")[0][:, 1:], data)
 
         batch = or_fault(build)
         collector = Collector(self.config, getattr(batch.train_log_probs, "device", "cpu"))
         collector.update(batch)
         found = collector.compute().metrics
         compared = found["compared_token_count"]
-        share = compared / max(float(global_valid_toks), 1.0)
+        share = compared / max(float(global_valid_toks), 1.0) if compared else 0.0
         means = {name: found[name] * share if compared else 0.0 for name in MEANS}
         counts = {name: float(found[name]) for name in COUNTS}
         return {self.config.prefix + name: value for name, value in (means | counts).items()}
@@ -104,10 +104,16 @@ class AuditedLogger:
         sinks: where reports go, beside those that the settings name and the logger's own trackers.
 
     Raises:
+        TypeError: ``logger`` is none of NeMo-RL.
         ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up.
     """
 
     def __init__(self, logger: Any, config: AuditConfig | None = None, sinks: Sequence[Sink] = ()) -> None:
+        missing = [name for name in ("log_batched_dict_as_jsonl", "log_metrics") if not hasattr(logger, name)]
+        if missing:
+            raise TypeError(
+                f"expected a logger of NeMo-RL, got {type(logger).__name__}, which lacks {', '.join(missing)}"
+            )
         self.logger = logger
         self.auditor = driver_auditor(config, sinks)
         self.report: StepReport | None = None
@@ -137,16 +143,17 @@ class AuditedLogger:
 
 def logged_batch(logged: Mapping[str, Any]) -> TokenBatch:
     """Return the batch that NeMo-RL logs; it has other names for what its loss functions are given."""
-    mask = _tensor(logged["token_loss_mask"])
+    train, mask, kept = map(_tensor, needed(logged, "prev_logprobs", "token_loss_mask", "sample_loss_mask"))
+    rollout = logged.get("generation_logprobs")
     named = {
         "input_ids": logged.get("token_ids"),
         "token_mask": mask,
-        "sample_mask": _tensor(logged["sample_loss_mask"]),
-        "generation_logprobs": _tensor(logged["generation_logprobs"]),
+        "sample_mask": kept,
+        "generation_logprobs": None if rollout is None else _tensor(rollout),
         "input_lengths": logged.get("input_lengths"),
     }
     index = torch.arange(len(mask))
-    return sequences_batch(_tensor(logged["prev_logprobs"])[:, 1:], named, sample_index=index, sample_slot=index)
+    return sequences_batch(train[:, 1:], named, sample_index=index, sample_slot=index)
 
 
 def sequences_batch(train: Any, data: Mapping[str, Any], **fields: Any) -> TokenBatch:
@@ -154,11 +161,17 @@ def sequences_batch(train: Any, data: Mapping[str, Any], **fields: Any) -> Token
 
     Args:
         train: float [samples, length - 1]; column i scores token i + 1.
-        data: ``generation_logprobs, token_mask`` [samples, length], of which column i is of token i, ``sample_mask``
-            [samples], and where known ``input_ids`` [samples, length] and ``input_lengths`` [samples].
+        data: ``generation_logprobs`` (None if the engine gave none)``, token_mask`` [samples, length], of which column
+            i is of token i, ``sample_mask`` [samples], and where known ``input_ids`` [samples, length] and
+            ``input_lengths`` [samples].
         fields: other fields of TokenBatch.
+
+    Raises:
+        ValueError: a column is missing.
     """
-    response = data["token_mask"][:, 1:] != 0
+    mask, kept = needed(data, "token_mask", "sample_mask")
+    rollout = data.get("generation_logprobs")
+    response = mask[:, 1:] != 0
     width = response.shape[1]
     column = torch.arange(width, device=response.device)
     start = torch.where(response.any(1), response.long().argmax(1), width)
@@ -169,8 +182,8 @@ def sequences_batch(train: Any, data: Mapping[str, Any], **fields: Any) -> Token
         fields["token_ids"] = _tensor(data["input_ids"])[:, 1:]
     return TokenBatch.from_padded(
         train,
-        data["generation_logprobs"][:, 1:],
-        response & (data["sample_mask"] != 0)[:, None],
+        None if rollout is None else rollout[:, 1:],
+        response & (kept != 0)[:, None],
         response_start=start,
         **fields,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from rlk_audit.allreduce import Group, agree_on_layout, group_place
+from rlk_audit.allreduce import Group, agree_on_layout, as_group, group_place
 from rlk_audit.auditor import Auditor, close_all, set_up_failure
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.settings import resolve_settings
 from rlk_audit.sinks import Sink
 
@@ -31,6 +32,7 @@ def make_auditor(
         LayoutMismatchError: settings differ over the ranks, or the set-up failed on some; every rank raises the same.
         ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up, on every rank.
     """
+    group = as_group(group)
     try:
         settings = resolve_settings(None, config)
         failure = set_up_failure(settings.config, group, sinks)
@@ -62,6 +64,18 @@ def driver_auditor(config: AuditConfig | None, sinks: Sequence[Sink]) -> Auditor
     Raises:
         ValueError, ImportError, OSError: a setting is wrong, or a sink cannot be set up.
     """
-    settings = resolve_settings(None, config or AuditConfig())
+    settings = resolve_settings(None, as_config(config))
     off = settings.config.mode == "off"
     return Auditor(settings.config, sinks=sinks if off else settings.build_sinks(sinks))
+
+
+def needed(data: Mapping[str, Any], *names: str) -> list[Any]:
+    """Return these columns of a batch.
+
+    Raises:
+        ValueError: some are absent or None; the text names them.
+    """
+    absent = [name for name in names if data.get(name) is None]
+    if absent:
+        raise ValueError(f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing")
+    return [data[name] for name in names]

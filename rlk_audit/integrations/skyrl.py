@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rlk_audit.config import AuditConfig
-from rlk_audit.integrations.set_up import driver_auditor
+from rlk_audit.integrations.set_up import driver_auditor, needed
 from rlk_audit.report import StepReport
 from rlk_audit.sinks import Sink
 from rlk_audit.sinks.base import logged_values
@@ -55,7 +55,7 @@ class SkyRLAudit(TrainingCallback):  # type: ignore[misc, unused-ignore]
             ConsistencyError: the mode is ``strict`` and the step failed its verdict.
         """
         batch = callback_input.batch
-        if batch.get("action_log_probs") is None:
+        if batch is None or batch.get("action_log_probs") is None:
             self._tell_of_skipped_forward()
         else:
             self.auditor.update(or_fault(lambda: batch_of(batch)))
@@ -88,14 +88,17 @@ def batch_of(batch: Any) -> TokenBatch:
     Args:
         batch: its columns: ``action_log_probs, rollout_logprobs`` (None if the engine gave none), ``loss_mask,
             response_mask`` [samples, response], right-aligned, and ``sequences`` [samples, prompt and response].
+
+    Raises:
+        ValueError: a column is missing.
     """
-    train, response = batch["action_log_probs"], batch["response_mask"]
+    train, mask, response = needed(batch, "action_log_probs", "loss_mask", "response_mask")
     samples, width = train.shape
     sequences = batch.get("sequences")
     return TokenBatch.from_padded(
         train,
         batch.get("rollout_logprobs"),
-        batch["loss_mask"],
+        mask,
         response_start=width - (response != 0).sum(1),
         valid=response,
         sample_index=torch.arange(samples),

@@ -26,8 +26,10 @@ from typing import Any
 from torch import Tensor
 
 from rlk_audit.allreduce import agree_on_layout, group_place
-from rlk_audit.config import AuditConfig
-from rlk_audit.integrations.slime_samples import Rollout, Slices
+from rlk_audit.auditor import integer
+from rlk_audit.config import AuditConfig, as_config, refuse_no_function
+from rlk_audit.integrations.set_up import needed
+from rlk_audit.integrations.slime_samples import Rollout, Slices, refuse_unequal
 from rlk_audit.megatron_groups import ParallelGroups, resolve_groups
 from rlk_audit.megatron_plugin import MegatronAudit, register
 from rlk_audit.metadata import FIELDS, partition_metadata
@@ -38,7 +40,7 @@ from rlk_audit.tokens import TokenBatch, or_fault
 
 logger = logging.getLogger(__name__)
 
-TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+TisResult = tuple[Tensor, list[Tensor] | None, dict[str, Tensor]]
 TisFunction = Callable[..., TisResult]
 
 TRACKERS = (
@@ -86,15 +88,17 @@ class SlimeAudit:
         """The registered audit, from the first rollout on."""
         self.report: StepReport | None = None
         """The report of the last step that ended, on ranks of the last pipeline stage."""
-        self._config = config
+        self._config = None if config is None else as_config(config)
         self._dialect = dialect or Dialect()
         self._options = options
         self._groups = ParallelGroups()
         self._open: Rollout | None = None
         self._told: set[str] = set()
 
-    def rollout_data_postprocess(self, args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+    def rollout_data_postprocess(self, args: Any, rollout_id: int, rollout_data: Mapping[str, Any] | None) -> None:
         """Collective: every rank of the training must call this. Audits the rollout's recomputed log-probabilities.
+
+        Columns that are absent, or of another length, raise nothing: they are missing values or a failed update.
 
         Args:
             args: slime's parsed arguments.
@@ -105,12 +109,15 @@ class SlimeAudit:
 
         Raises:
             ConsistencyError: the mode is ``strict`` and the rollout failed its verdict.
+            TypeError: ``rollout_id`` is no integer.
             LayoutMismatchError, ValueError, ImportError, OSError: as ``register``, at the first call.
         """
-        audit = self._registered(args, rollout_data, "old")
-        rollout = self._rollout(audit, rollout_id, rollout_data)
+        number = integer("rollout_id", rollout_id)
+        data = {} if rollout_data is None else rollout_data
+        audit = self._registered(args, data, "old")
+        rollout = self._rollout(audit, number, data)
         if audit.owns_report:
-            self._observe_rollout(audit, rollout, rollout_data)
+            self._observe_rollout(audit, rollout, data)
         self._end(audit, args, rollout)
 
     def begin_rollout(
@@ -123,14 +130,16 @@ class SlimeAudit:
 
         Raises:
             ConsistencyError: the mode is ``strict`` and the rollout before failed its verdict.
+            TypeError: ``rollout_id`` is no integer.
             LayoutMismatchError, ValueError, ImportError, OSError: as ``register``, at the first call.
         """
+        given = None if rollout_id is None else integer("rollout_id", rollout_id)
         data = {} if rollout_data is None else rollout_data
         audit = self._registered(args, data, "current")
         before, self._open = self._open, None
         if before is not None:
             self._end(audit, args, before)
-        number = rollout_id if rollout_id is not None else 0 if before is None else before.number + 1
+        number = given if given is not None else 0 if before is None else before.number + 1
         self._open = self._rollout(audit, number, data)
 
     def tis(
@@ -138,15 +147,18 @@ class SlimeAudit:
         args: Any,
         *,
         pg_loss: Tensor,
-        train_log_probs: Sequence[Tensor],
-        rollout_log_probs: Sequence[Tensor],
-        loss_masks: list[Tensor],
-        total_lengths: Sequence[int],
-        response_lengths: Sequence[int],
+        train_log_probs: Sequence[Tensor] | None = None,
+        rollout_log_probs: Sequence[Tensor | None] | None = None,
+        loss_masks: list[Tensor] | None = None,
+        total_lengths: Sequence[int] | None = None,
+        response_lengths: Sequence[int] | None = None,
         max_seq_lens: Sequence[int] | None = None,
         **others: Any,
     ) -> TisResult:
         """Audit one micro-batch of the policy loss; no communication.
+
+        Rollout log-probabilities that are not there count as missing; without another argument the update fails, and
+        the training goes on.
 
         Args:
             args: slime's parsed arguments.
@@ -177,6 +189,7 @@ class SlimeAudit:
 
     def wrap_tis(self, tis_function: TisFunction) -> TisFunction:
         """Return a TIS function that audits, and returns what the given one makes of the same arguments."""
+        refuse_no_function("tis_function", tis_function)
 
         @functools.wraps(tis_function)
         def audited(args: Any, **given: Any) -> TisResult:
@@ -251,8 +264,9 @@ class SlimeAudit:
                 "--get-mismatch-metrics; the training forward's are audited by begin_rollout and tis"
             )
             return
-        whole = [range(len(data["response_lengths"]))]
-        for number, rows in enumerate(data.get("micro_batch_indices") or whole):
+        parts = data.get("micro_batch_indices")
+        whole = [range(len(data["log_probs"]))]
+        for number, rows in enumerate(parts if parts and isinstance(parts, (list, tuple)) else whole):
 
             def build(rows: Sequence[int] = rows) -> TokenBatch:
                 slices = Slices.of_rows(data, rows)
@@ -262,13 +276,13 @@ class SlimeAudit:
 
     def _observe_microbatch(self, audit: MegatronAudit, rollout: Rollout, slices: Slices) -> None:
         """Observe a micro-batch of the loss, unless it is evaluated a second time, as recomputation does."""
-        key = tuple((values.data_ptr(), values.numel()) for values in slices.rollout or ())
-        if key in rollout.seen:
+        key = _places(slices.rollout) or _places(slices.masks)
+        if key and key in rollout.seen:
             return
-        number = rollout.seen.setdefault(key, len(rollout.seen))
+        number = rollout.seen.setdefault(key or ((-1, len(rollout.seen)),), len(rollout.seen))
 
         def build() -> TokenBatch:
-            rows = [rollout.rows.get(id(values)) for values in slices.rollout or ()]
+            rows = [None] if slices.rollout is None else [rollout.rows.get(id(values)) for values in slices.rollout]
             return slices.batch(self._shard, **rollout.fields(rows, self._config_of(audit)))
 
         audit.observe(or_fault(build), microbatch=number)
@@ -276,17 +290,22 @@ class SlimeAudit:
     def _rollout(self, audit: MegatronAudit, number: int, data: Mapping[str, Any]) -> Rollout:
         """Return what is to be known of a rollout while it is trained on; no tensor of it is kept."""
         config = self._config_of(audit)
-        rollout = Rollout(number, max(len(data.get("num_microbatches") or ()), 1))
+        rollout = Rollout(number)
         if config is None or not data:
             return rollout
         named = {"sample_index": data.get("partition"), **data} if data.get("sample_indices") is None else data
-        samples = range(len(data["response_lengths"]))
         try:
+            rollout.steps = max(len(data.get("num_microbatches") or ()), 1)
+            (lengths,) = needed(data, "response_lengths")
+            rows = data.get("rollout_log_probs") or ()
+            slots = data.get("partition")
+            refuse_unequal({"response_lengths": lengths, "rollout_log_probs": rows or None, "partition": slots})
+            rollout.slots = None if slots is None else [int(slot) for slot in slots]
+            rollout.rows = {id(values): row for row, values in enumerate(rows) if values is not None}
+            samples = range(len(lengths))
             (rollout.metadata,) = partition_metadata(named, [samples], (*FIELDS, *config.caller_labels))
         except (ValueError, TypeError) as error:
             self._warn(f"what the rollout tells of its samples cannot be used: {error}")
-        rollout.slots = data.get("partition")
-        rollout.rows = {id(values): row for row, values in enumerate(data.get("rollout_log_probs") or ())}
         return rollout
 
     @staticmethod
@@ -298,13 +317,21 @@ class SlimeAudit:
         rank, size = (0, 1) if self._groups.cp is None else group_place(self._groups.cp)
         return Shard(rank, size, "zigzag")
 
-    def _tell_of_reuse(self, train: Sequence[Tensor], rollout: Sequence[Tensor]) -> None:
-        same = [t.data_ptr() == r.data_ptr() for t, r in zip(train, rollout, strict=False) if t.numel()]
+    def _tell_of_reuse(self, train: Sequence[Tensor] | None, rollout: Sequence[Tensor | None] | None) -> None:
+        pairs = zip(_places(train), _places(rollout), strict=False)
+        same = [t[0] == r[0] for t, r in pairs if t[1]]
         if same and all(same):
             self._warn(
                 "the training hands the rollout's log-probabilities over as the trainer's (--use-rollout-logprobs), so "
                 "the audit compares them with themselves: no drift can show"
             )
+
+
+def _places(column: Sequence[Any] | None) -> tuple[tuple[int, int], ...]:
+    """Return where the tensors of a column lie, and their sizes."""
+    if not isinstance(column, (list, tuple)):
+        return ()
+    return tuple((values.data_ptr(), values.numel()) for values in column if isinstance(values, Tensor))
 
 
 def _clip_interval(args: Any) -> dict[str, Any]:
@@ -324,7 +351,7 @@ def _process_audit() -> SlimeAudit:
     return SlimeAudit()
 
 
-def rollout_data_postprocess(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+def rollout_data_postprocess(args: Any, rollout_id: int, rollout_data: Mapping[str, Any] | None) -> None:
     """Collective: every rank of the training must call this; see ``SlimeAudit.rollout_data_postprocess``."""
     _process_audit().rollout_data_postprocess(args, rollout_id, rollout_data)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit.config import AuditConfig
+from rlk_audit.integrations.set_up import needed
 from rlk_audit.metadata import KEY_PREFIX, batch_fields, partition_metadata
 from rlk_audit.places import Shard, zigzag_spans
 from rlk_audit.ragged import join
@@ -53,61 +54,94 @@ class Slices:
     """Samples of which this context-parallel rank has its tokens' log-probabilities, and the masks whole.
 
     Attributes:
-        train, rollout: one float tensor a sample, [tokens of its response that this rank scores].
+        train, rollout: one float tensor a sample, [tokens of its response that this rank scores]; None on the rollout's
+            side is a sample, or all of them, without values.
         masks: one tensor a sample, [response].
         totals, responses: tokens of each sample, and of its response, which is its end.
         padded: lengths that the cut was made of, where they are not the samples' own.
         tokens: one tensor a sample, [total].
     """
 
-    train: Sequence[Tensor]
-    rollout: Sequence[Tensor] | None
-    masks: Sequence[Tensor]
-    totals: Sequence[int]
-    responses: Sequence[int]
+    train: Sequence[Tensor] | None
+    rollout: Sequence[Tensor | None] | None
+    masks: Sequence[Tensor] | None
+    totals: Sequence[int] | None
+    responses: Sequence[int] | None
     padded: Sequence[int] | None = None
     tokens: Sequence[Tensor] | None = None
 
     @classmethod
     def of_rows(cls, data: Mapping[str, Any], rows: Sequence[int]) -> Slices:
-        """Return the samples at these places of slime's columns."""
+        """Return the samples at these places of slime's columns.
 
-        def column(name: str) -> list[Any] | None:
-            return None if data.get(name) is None else [data[name][row] for row in rows]
-
-        needed = ("loss_masks", "total_lengths", "response_lengths")
-        masks, totals, responses = (column(name) or [] for name in needed)
-        train, rollout, tokens = (column(name) for name in ("log_probs", "rollout_log_probs", "tokens"))
-        return cls(train or [], rollout, masks, totals, responses, tokens=tokens)
+        Raises:
+            ValueError: the columns differ in length.
+        """
+        names = ("log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
+        whole = {name: data.get(name) for name in (*names, "tokens")}
+        refuse_unequal(whole)
+        train, rollout, masks, totals, responses, tokens = (
+            None if column is None else [column[row] for row in rows] for column in whole.values()
+        )
+        return cls(train, rollout, masks, totals, responses, tokens=tokens)
 
     def batch(self, shard: Shard, **fields: Any) -> TokenBatch:
         """Return them as one batch, masks and tokens cut to where the log-probabilities are.
 
         Raises:
-            ValueError: a sample's arrays have other lengths than its piece.
+            ValueError: a column is missing, or a sample's arrays have other lengths than its piece.
         """
-        cut = zip(self.totals, self.responses, self.padded or self.totals, strict=True)
+        columns: dict[str, Any] = {"train_log_probs": self.train, "loss_masks": self.masks}
+        columns |= {"total_lengths": self.totals, "response_lengths": self.responses}
+        arrays, whole_masks, totals, responses = needed(columns, *columns)
+        refuse_unequal({**columns, "rollout_log_probs": self.rollout, "max_seq_lens": self.padded})
+        cut = zip(totals, responses, self.padded or totals, strict=True)
         spans = [zigzag_spans(int(t), int(r), int(p), shard.cp_rank, shard.cp_size) for t, r, p in cut]
-        masks = [_cut(mask, pair) for mask, pair in zip(self.masks, spans, strict=True)]
+        masks = [_cut(mask, pair) for mask, pair in zip(whole_masks, spans, strict=True)]
         lengths = [sum(map(len, pair)) for pair in spans]
-        for name, arrays in (("train_log_probs", self.train), ("rollout_log_probs", self.rollout), ("mask", masks)):
-            found = lengths if arrays is None else [len(values) for values in arrays]
+        rollout, missing = _filled(self.rollout, arrays)
+        for name, parts in (("train_log_probs", arrays), ("rollout_log_probs", rollout), ("mask", masks)):
+            found = lengths if parts is None else [len(values) for values in parts]
             if found != lengths:
                 raise ValueError(f"{name} must have the lengths {lengths} on this context-parallel rank, got {found}")
-        train = join(list(self.train))
+        train = join(arrays)
         if self.tokens is not None:
-            starts = (total - response for total, response in zip(self.totals, self.responses, strict=True))
+            starts = (total - response for total, response in zip(totals, responses, strict=True))
             ids = [_cut(ids[start:], pair) for ids, start, pair in zip(self.tokens, starts, spans, strict=True)]
             fields["token_ids"] = join(ids)
         places = [torch.arange(run.start, run.stop, device=train.device) for pair in spans for run in pair]
         return TokenBatch.from_packed(
             train,
-            None if self.rollout is None else join(list(self.rollout)),
+            None if rollout is None else join(rollout),
             join(masks),
+            rollout_missing=missing,
             cu_seqlens=[0, *accumulate(lengths)],
             token_position=join(places),
             **fields,
         )
+
+
+def _filled(
+    rollout: Sequence[Tensor | None] | None, train: Sequence[Tensor]
+) -> tuple[list[Tensor] | None, Tensor | None]:
+    """Return the rollout's values with zeros for samples that have none, and where those are."""
+    if rollout is None or all(values is not None for values in rollout):
+        return None if rollout is None else [values for values in rollout if values is not None], None
+    pairs = list(zip(rollout, train, strict=True))
+    missing = join([torch.full_like(t, values is None, dtype=torch.bool) for values, t in pairs])
+    return [torch.zeros_like(t) if values is None else values for values, t in pairs], missing
+
+
+def refuse_unequal(columns: Mapping[str, Sequence[Any] | None]) -> None:
+    """Refuse columns of unequal lengths; None is no column.
+
+    Raises:
+        ValueError: the text names each column's length.
+    """
+    lengths = {name: len(column) for name, column in columns.items() if column is not None}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"the columns must have one entry a sample, got {told}")
 
 
 def _cut(values: Tensor, spans: tuple[range, range]) -> Tensor:

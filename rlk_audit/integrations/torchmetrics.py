@@ -7,6 +7,7 @@ of all ranks are then merged, so quantiles, maxima and worst tokens are those of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from rlk_audit.allreduce import global_rank
 from rlk_audit.collector import Collector
-from rlk_audit.config import AuditConfig
-from rlk_audit.layout import StateLayout
+from rlk_audit.config import AuditConfig, as_config
+from rlk_audit.layout import ROW_HEADER, StateLayout
+from rlk_audit.limits import Judge
 from rlk_audit.report import StepReport
+from rlk_audit.sinks.base import VERDICT_KEY, verdict_values
 from rlk_audit.state import State
 from rlk_audit.tokens import PerToken, TokenBatch, Values
 
@@ -36,14 +39,28 @@ def merge_vectors(vectors: Tensor, config: AuditConfig) -> Tensor:
     return State.of_vector(whole, StateLayout(config, len(vectors))).pack(layout, 0, -1)
 
 
+def _refuse_meaningless(config: AuditConfig) -> None:
+    """Refuse what a metric cannot do: it is computed whenever someone asks, of a rank's batch or of all ranks.
+
+    Raises:
+        ValueError: the mode is not ``audit``, or a limit is relative to the run, or names no metric.
+    """
+    if config.mode != "audit":
+        meant = "leave the metric out" if config.mode == "off" else "raise where verdict/all is 0"
+        raise ValueError(f"DlogpAudit stops nothing and is never off, got mode {config.mode}: {meant} instead")
+    if any(limit.window is not None for limit in Judge(config).limits):
+        raise ValueError("DlogpAudit knows no steps, so its limits cannot be relative to a median; give numbers")
+
+
 class DlogpAudit(Metric):
     """Drift between train and rollout log-probabilities.
 
     ``compute`` returns every metric of a StepReport by its key, as a float64 scalar; NaN where there is nothing to say.
-    ``report`` then holds the report with its worst tokens and breakdowns.
+    ``report`` then holds the report with its worst tokens, breakdowns and verdict. With limits there are also
+    ``verdict/all`` and ``verdict/<metric>``: 1 for a pass, 0 for a failure, NaN where the metric has no data.
 
     Args:
-        config: the audit's settings; limits are not judged here.
+        config: the audit's settings; ``lag`` has no meaning here.
         kwargs: those of ``torchmetrics.Metric``, such as ``sync_on_compute`` and ``process_group``.
     """
 
@@ -55,7 +72,8 @@ class DlogpAudit(Metric):
 
     def __init__(self, config: AuditConfig | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.config = config or AuditConfig()
+        self.config = as_config(config)
+        _refuse_meaningless(self.config)
         self._collector: Collector | None = None
         self._report: dict[str, Any] | None = None
         merge = partial(merge_vectors, config=self.config)
@@ -67,29 +85,88 @@ class DlogpAudit(Metric):
         rollout_log_probs: Values | None = None,
         mask: Values | None = None,
         *,
+        valid: Values | None = None,
+        rollout_missing: Values | None = None,
+        sample_index: PerToken = None,
+        sample_slot: PerToken = None,
+        rollout_id: PerToken = None,
+        token_position: PerToken = None,
+        token_ids: PerToken = None,
+        rollout_token_ids: PerToken = None,
+        updates_since_rollout: PerToken = None,
         labels: Mapping[str, PerToken] | None = None,
-        **fields: Any,
+        microbatch: int | None = None,
     ) -> None:
-        """Add a batch; the arguments are those of ``Collector.update``."""
+        """Add a batch; the arguments are those of ``Collector.update``.
+
+        Each has its name here, since a MetricCollection gives every metric the arguments that it names.
+        """
+        given = {
+            "valid": valid,
+            "rollout_missing": rollout_missing,
+            "sample_index": sample_index,
+            "sample_slot": sample_slot,
+            "rollout_id": rollout_id,
+            "token_position": token_position,
+            "token_ids": token_ids,
+            "rollout_token_ids": rollout_token_ids,
+            "updates_since_rollout": updates_since_rollout,
+        }
+        fields = {name: value for name, value in given.items() if value is not None}
         if self._collector is None or self._collector.device != self.vector.device:
             self._collector = Collector(self.config, self.vector.device)
         self._collector.reset()
-        self._collector.update(train_log_probs, rollout_log_probs, mask, labels=labels, **fields)
+        self._collector.update(train_log_probs, rollout_log_probs, mask, microbatch=microbatch, labels=labels, **fields)
         self.vector = merge_vectors(torch.stack([self.vector, self._collector.pack(rank=global_rank())]), self.config)
 
     def compute(self) -> dict[str, Tensor]:
         """Return the metrics of all that was added, by key."""
         report = StepReport.from_vector(self.vector, self.config)
+        report.verdict = Judge(self.config).judge(report)
         self._report = report.to_dict()
+        judged = {VERDICT_KEY.format(name): math.nan for name in self.config.limits} | verdict_values(report)
         return {
             self.config.prefix + name: torch.tensor(value, dtype=torch.float64, device=self.device)
-            for name, value in report.metrics.items()
+            for name, value in (report.metrics | judged).items()
         }
 
     @property
     def report(self) -> StepReport | None:
         """The report that the last ``compute`` was made of, over all ranks it synchronised; None before."""
         return None if self._report is None else StepReport.from_dict(self._report)
+
+    def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
+        """Add another metric's tokens, or those of its state.
+
+        Raises:
+            ValueError: the other was made with another AuditConfig.
+        """
+        given = incoming_state if isinstance(incoming_state, dict) else vars(incoming_state)
+        if "vector" in given:
+            self._refuse_anothers(given["vector"])
+        super().merge_state(incoming_state)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        try:
+            if prefix + "vector" in state_dict:
+                self._refuse_anothers(state_dict[prefix + "vector"])
+        except ValueError as error:
+            error_msgs.append(str(error))
+            del state_dict[prefix + "vector"]
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _refuse_anothers(self, vector: Any) -> None:
+        layout = StateLayout(self.config)
+        own = isinstance(vector, Tensor) and vector.dtype == torch.int64 and vector.shape == (layout.length,)
+        place = layout.row_slice(0).start + ROW_HEADER.index("fingerprint")
+        if not own or int(vector[place]) != layout.fingerprint:
+            raise ValueError("this state was made with another AuditConfig, or by another version of rlk_audit")
 
     def reset(self) -> None:
         """Forget what was added."""

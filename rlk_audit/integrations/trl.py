@@ -22,10 +22,11 @@ from torch import Tensor
 
 from rlk_audit.allreduce import Group
 from rlk_audit.config import AuditConfig
-from rlk_audit.integrations.set_up import make_auditor
+from rlk_audit.integrations.set_up import make_auditor, needed
 from rlk_audit.report import StepReport
 from rlk_audit.sinks import Sink
 from rlk_audit.sinks.base import logged_values
+from rlk_audit.tokens import TokenBatch, or_fault
 
 try:
     from transformers import TrainerCallback
@@ -38,7 +39,36 @@ logger = logging.getLogger(__name__)
 SAMPLE_INDEX = "rlk_audit_sample_index"
 """Key under which a generation batch carries the samples' places through TRL's shuffle."""
 
+MARK = "rlk_audit"
+"""Attribute by which a trainer's wrapped ``log`` is known."""
+
 Batch = dict[str, Any]
+
+
+def token_batch(batch: Batch, train_log_probs: Tensor | None) -> TokenBatch:
+    """Return a batch of TRL's completions with the trainer's log-probabilities of them.
+
+    Args:
+        batch: ``completion_mask, completion_ids`` [samples, length], where known ``sampling_per_token_logps`` and
+            ``tool_mask`` of that shape, and the samples' places under SAMPLE_INDEX.
+        train_log_probs: float of that shape.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    if train_log_probs is None:
+        raise ValueError("the trainer's log-probabilities are missing")
+    valid, ids = needed(batch, "completion_mask", "completion_ids")
+    tool = batch.get("tool_mask")
+    return TokenBatch(
+        train_log_probs,
+        batch.get("sampling_per_token_logps"),
+        valid if tool is None else valid * tool,
+        valid=valid,
+        sample_index=batch[SAMPLE_INDEX][:, None],
+        token_position=torch.arange(valid.shape[1], device=valid.device),
+        token_ids=ids,
+    )
 
 
 class GrpoAudit(TrainerCallback):
@@ -58,6 +88,8 @@ class GrpoAudit(TrainerCallback):
         auditor: the auditor, whose ``config.mode`` is ``off`` where a variable says so.
 
     Raises:
+        TypeError: ``trainer`` is no GRPOTrainer.
+        ValueError: the trainer has an audit already.
         LayoutMismatchError, ValueError, ImportError, OSError: as ``make_auditor``.
     """
 
@@ -69,12 +101,18 @@ class GrpoAudit(TrainerCallback):
         group: Group = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self.auditor = make_auditor(config or AuditConfig(), group, sinks, trainer.accelerator.device)
+        if not isinstance(trainer, GRPOTrainer):
+            raise TypeError(f"expected a GRPOTrainer of TRL, got {type(trainer).__name__}")
+        if hasattr(getattr(trainer, "log", None), MARK):
+            raise ValueError("the trainer already has a GrpoAudit; one counts each token, two would log it twice")
+        self.auditor = make_auditor(
+            AuditConfig() if config is None else config, group, sinks, trainer.accelerator.device
+        )
         self._trainer = trainer
         self._generations = 0
         self._slices_to_score = 0
         self._in_loss: Batch | None = None
-        self._expected: Tensor | int = 0
+        self._expected: Tensor | int | None = 0
         self._unlogged: StepReport | None = None
         if self.auditor.collector is None:
             return
@@ -100,7 +138,8 @@ class GrpoAudit(TrainerCallback):
         """
         if not self._generations:
             return
-        expected, self._expected, self._generations = int(self._expected), 0, 0
+        expected = None if self._expected is None else int(self._expected)
+        self._expected, self._generations = 0, 0
         self._keep(self.auditor.step(state.global_step, expected_active_tokens=expected))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -113,17 +152,8 @@ class GrpoAudit(TrainerCallback):
         if waiting is None or waiting.verdict is None or waiting.verdict.passed:
             self._unlogged = report or waiting
 
-    def _observe(self, batch: Batch, train_log_probs: Tensor) -> None:
-        mask = batch["completion_mask"]
-        self.auditor.update(
-            train_log_probs,
-            batch.get("sampling_per_token_logps"),
-            mask * batch["tool_mask"] if "tool_mask" in batch else mask,
-            valid=mask,
-            sample_index=batch[SAMPLE_INDEX],
-            token_position=torch.arange(mask.shape[1], device=mask.device),
-            token_ids=batch["completion_ids"],
-        )
+    def _observe(self, batch: Batch, train_log_probs: Tensor | None) -> None:
+        self.auditor.update(or_fault(lambda: token_batch(batch, train_log_probs)))
 
     def _sample_index(self, samples: int, device: torch.device) -> Tensor:
         """Return each sample's place among those that all processes generated for this step, int64 [samples]."""
@@ -137,12 +167,13 @@ class GrpoAudit(TrainerCallback):
             batch = generate(*args, **kwargs)
             if not self._trainer.model.training:
                 return batch
-            ids = batch["completion_ids"]
-            batch[SAMPLE_INDEX] = self._sample_index(len(ids), ids.device)
+            ids, count = batch.get("completion_ids"), batch.get("num_items_in_batch")
+            if ids is not None:
+                batch[SAMPLE_INDEX] = self._sample_index(len(ids), ids.device)
             self._generations += 1
-            self._expected = self._expected + batch["num_items_in_batch"]
+            self._expected = None if count is None or self._expected is None else self._expected + count
             self._slices_to_score = 0
-            if "old_per_token_logps" in batch:
+            if batch.get("old_per_token_logps") is not None:
                 self._observe(batch, batch["old_per_token_logps"])
             else:
                 self._slices_to_score = self._trainer.args.steps_per_generation
@@ -182,4 +213,5 @@ class GrpoAudit(TrainerCallback):
                 self._unlogged = None
             log(logs, *args, **kwargs)
 
+        setattr(logged, MARK, self)
         return logged

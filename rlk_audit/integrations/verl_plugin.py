@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from verl.trainer.ppo import rollout_corr_helper
-from verl.utils.debug import metrics as debug_metrics
-
-from rlk_audit.integrations.verl import VerlAudit
+from rlk_audit.integrations.verl import VerlAudit  # first: it says what is missing where verl is
 from rlk_audit.settings import validate_rlk_args
+
+try:
+    from verl.trainer.ppo import rollout_corr_helper
+    from verl.utils.debug import metrics as debug_metrics
+except ImportError as error:
+    raise ImportError(f"the audit of verl cannot be used ({error}): pip install 'rlk_audit[verl]'") from error
 
 logger = logging.getLogger(__name__)
 

@@ -68,7 +68,7 @@ def _process_audit() -> SlimeAudit:
     return SlimeAudit(dialect=VIME)
 
 
-def rollout_data_postprocess(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+def rollout_data_postprocess(args: Any, rollout_id: int, rollout_data: Mapping[str, Any] | None) -> None:
     """Collective: every rank of the training must call this; see ``SlimeAudit.rollout_data_postprocess``."""
     _process_audit().rollout_data_postprocess(args, rollout_id, rollout_data)
 

@@ -62,7 +62,7 @@ def logged_values(report: StepReport) -> dict[str, float]:
     with too few steps, has no value. A breakdown's figures are ``breakdown/<label>/<bucket>/<figure>``.
     """
     values = {name: float(value) for name, value in report.metrics.items() if math.isfinite(value)}
-    values |= _breakdown_values(report) | _verdict_values(report)
+    values |= _breakdown_values(report) | verdict_values(report)
     return {report.prefix + name: value for name, value in values.items()}
 
 
@@ -78,7 +78,8 @@ def _breakdown_values(report: StepReport) -> dict[str, float]:
     }
 
 
-def _verdict_values(report: StepReport) -> dict[str, float]:
+def verdict_values(report: StepReport) -> dict[str, float]:
+    """Return ``verdict/all`` and each limit's ``verdict/<metric>`` that has an outcome; nothing without a verdict."""
     if report.verdict is None:
         return {}
     values = {VERDICT_KEY.format("all"): float(report.verdict.passed)}

@@ -60,7 +60,7 @@ def sharded(batch: dict[str, torch.Tensor], mesh: DeviceMesh, *placements: objec
 
 
 def auditor_of(mesh: DeviceMesh, dimension: str, device: str) -> Auditor:
-    return Auditor(AuditConfig(), group=mesh[dimension].get_group(), device=device)
+    return Auditor(AuditConfig(), group=mesh[dimension], device=device)
 
 
 def test_shards_of_samples(device: str) -> None:
