@@ -63,3 +63,40 @@ def test_a_late_report_is_the_one_of_an_early_read() -> None:
             read.append(auditor.step(step))
         reports.append([report.to_dict() for report in read if report is not None][:2])
     assert reports[0] == reports[1]
+
+
+def packed(kernel: str, dtype: torch.dtype) -> torch.Tensor:
+    collector = Collector(AuditConfig(kernel=kernel, breakdowns={"confidence": "auto"}), device="cuda")
+    for seed in range(4):
+        fields = batch(seed)
+        fields["train_log_probs"][0, ::7] = torch.nan
+        fields["rollout_log_probs"][1, ::5] = -torch.inf
+        collector.update(**{name: v if name == "mask" else v.to(dtype) for name, v in fields.items()})
+    assert collector.last_error is None
+    return collector.pack()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_triton_gives_every_bit_of_the_reference(dtype: torch.dtype) -> None:
+    """Compiled, on the device, where the interpreter of test_kernels.py cannot tell."""
+    assert torch.equal(packed("triton", dtype), packed("reference", dtype))
+
+
+def test_triton_waits_for_nothing_and_can_be_captured() -> None:
+    collector, replayed = (Collector(AuditConfig(kernel="triton"), device="cuda") for _ in range(2))
+    given = batch()
+    collector.update(**given)  # compiles
+    collector.reset()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            collector.update(**given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed.update(**given)
+    for _ in range(3):
+        graph.replay()
+    assert torch.equal(replayed.pack(), collector.pack())

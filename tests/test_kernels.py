@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -118,6 +121,24 @@ def test_more_programs_than_copies_of_the_tables(interpreted: ModuleType, monkey
     reference.update(**fields)
     other.update(**fields)
     assert_equal_states(reference, other)
+
+
+def test_the_triton_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """To machine code of an H100, in which thresholds are exact and nothing is contracted: no GPU is needed for that."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("triton_compile_job.py"))],
+        capture_output=True, text=True, timeout=300, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {
+        "kernels": 5,
+        "thresholds": [4] * 4,
+        "ln2": [True] * 4,
+        "fused multiply-adds": 0,
+        "integer additions": [True] * 5,
+    }
 
 
 def test_the_batches_hold_every_class_and_count() -> None:
