@@ -124,7 +124,7 @@ def test_more_programs_than_copies_of_the_tables(interpreted: ModuleType, monkey
 
 
 def test_the_triton_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """To machine code of an H100, in which thresholds are exact and nothing is contracted: no GPU is needed for that."""
+    """To machine code of an H100, where thresholds are exact and nothing is contracted; it needs no GPU."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
