@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks import processes, timing
 from benchmarks.data import Batch, draw
 from benchmarks.peers import TorchMetrics
-from benchmarks.variants import audit_variants
+from benchmarks.variants import audit_variants, default_audit
 from rlk_audit import AuditConfig, Collector, StepReport, all_reduce
 
 GROUPS = (2, 4, 8)
@@ -82,16 +82,16 @@ class SplitReduction:
         return all_reduce(self.collector)
 
 
-def _audit_parts(name: str, config: AuditConfig, batch: Batch) -> Runs:
-    split = SplitReduction(config, batch)
+def _audit_parts(batch: Batch) -> Runs:
+    split = SplitReduction(default_audit(), batch)
     split.whole()  # agrees on the settings
     bare = torch.zeros_like(split.vector)
     return {
-        f"{name}: pack": split.pack,
-        f"{name}: its all-reduce": split.send,
-        f"{name}: unpack": split.unpack,
-        f"{name}: figures": lambda: split.unpack().metrics,
-        f"{name}: pack, reduce, unpack": split.whole,
+        "rlk_audit: pack": split.pack,
+        "rlk_audit: its all-reduce": split.send,
+        "rlk_audit: unpack": split.unpack,
+        "rlk_audit: unpack and figures": lambda: split.unpack().metrics,
+        "rlk_audit: pack, reduce, unpack": split.whole,
         "bare all-reduce of as many bytes": lambda: dist.all_reduce(bare),
     }
 
@@ -107,19 +107,14 @@ def _own_batch(tokens: int) -> Batch:
 
 def audits() -> dict[str, list[float]]:
     """Time an audit's reduction and its parts beside a bare one, on one rank of the group."""
-    variants: Runs = {}
-    for name, config in audit_variants().items():
-        variants |= _audit_parts(name, config, _own_batch(TOKENS_A_RANK))
-    return by_turns_of_ranks(variants, REPEATS)
+    return by_turns_of_ranks(_audit_parts(_own_batch(TOKENS_A_RANK)), REPEATS)
 
 
 def others() -> dict[str, list[float]]:
     """Time other ways to synchronise beside the audit's, on one rank of the group."""
     batch = _own_batch(TOKENS_A_RANK)
-    variants: Runs = {}
-    for name, config in audit_variants().items():
-        split = SplitReduction(config, batch)
-        variants[f"{name}: pack, reduce, unpack, all figures"] = lambda split=split: split.whole().metrics
+    split = SplitReduction(default_audit(), batch)
+    variants: Runs = {"rlk_audit: pack, reduce, unpack, all figures": lambda: split.whole().metrics}
     numbers = [torch.zeros((), dtype=torch.float64) for _ in range(FIGURES)]
     variants[f"{FIGURES} all-reduces of one number"] = lambda: _number_by_number(numbers)
     metrics = TorchMetrics()
@@ -173,6 +168,7 @@ def _torchmetrics_step(metrics: TorchMetrics, parts: list[Batch]) -> None:
 def result() -> dict[str, Any]:
     """Return the group's results."""
     torch.set_num_threads(1)
+    audit_variants()  # what they compile is compiled before processes are forked
 
     def measured(size: int, work: Callable[[], dict[str, list[float]]]) -> dict[str, dict[str, float]]:
         return timing.summaries(processes.slowest(processes.group(size, work)))

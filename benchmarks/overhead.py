@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import processes, timing
-from benchmarks.variants import audit_variants
+from benchmarks.variants import default_audit, default_kernel
 from rlk_audit.sinks import JsonlSink
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "megatron_grpo"
@@ -78,24 +78,20 @@ def _kinds(folder: Path) -> dict[str, Callable[[int], None]]:
     for name in (OFF, OFF_AGAIN):
         kinds[name] = _step(trainer, batch, _registered("off", folder, {}), "off")
     for name, asked in settings(args, ENGINES).items():
-        for variant in audit_variants():
-            where = folder / f"{name} {variant}"
-            audit = _registered("audit", where, asked, variant)
-            kinds[name if len(audit_variants()) == 1 else f"{name}, {variant}"] = _step(trainer, batch, audit, name)
+        kinds[name] = _step(trainer, batch, _registered("audit", folder / name, asked), name)
     return kinds
 
 
-def _registered(mode: str, folder: Path, asked: dict[str, Any], variant: str | None = None) -> Any:
+def _registered(mode: str, folder: Path, asked: dict[str, Any]) -> Any:
     """Collective: every rank must call this. Return a registered audit, which writes JSONL on the last rank."""
     from rlk_audit.megatron_plugin import add_rlk_args, register
 
     parser = argparse.ArgumentParser()
     add_rlk_args(parser)
-    known = audit_variants(worst_k=4, **asked)
     last = dist.get_rank() == dist.get_world_size() - 1
     sinks = [JsonlSink(folder / "audit.jsonl")] if mode == "audit" and last else []
-    config = known[variant] if variant else next(iter(known.values()))
-    return register(parser.parse_args(["--rlk-consistency-mode", mode]), config=config, sinks=sinks)
+    args = parser.parse_args(["--rlk-consistency-mode", mode])
+    return register(args, config=default_audit(worst_k=4, **asked), sinks=sinks)
 
 
 def _step(trainer: Any, batch: dict[str, torch.Tensor], audit: Any, name: str) -> Callable[[int], None]:
@@ -140,10 +136,12 @@ def result(rounds: int) -> dict[str, Any]:
     import train  # noqa: F401  # the one import that the ranks share
 
     torch.set_num_threads(1)
+    kernel = default_kernel()  # compiled before processes are forked
     taken = processes.slowest(processes.group(RANKS, partial(steps, rounds), initialise=False))
     base = taken.pop(OFF)
     differences = {name: difference(base, seconds) for name, seconds in taken.items()}
-    return timing.made() | {"ranks": RANKS, "off": timing.summary(base), "differences": differences}
+    told = {"kernel": kernel, "ranks": RANKS, "off": timing.summary(base), "differences": differences}
+    return timing.made() | told
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import matplotlib
 from matplotlib import pyplot
 
 matplotlib.use("svg")
-OURS, OTHERS, LIGHT = "#c0392b", "#5d6d7e", "#aab7b8"
+OURS, REFERENCE, OTHERS, LIGHT = "#c0392b", "#e59866", "#5d6d7e", "#aab7b8"
 PEERS = ("#2e86c1", "#85c1e9", "#229954", "#7dcea0", "#b7950b", "#8e44ad", "#c39bd3", "#1b2631", "#85929e")
 STAGE_COLOURS = (
-    "#aab7b8", "#85c1e9", "#2e86c1", "#f5b041", "#c0392b", "#a569bd", "#58d68d", "#7b7d7d", "#d5dbdb",
+    "#aab7b8", "#85c1e9", "#2e86c1", "#f5b041", "#c0392b", "#a569bd", "#58d68d", "#7b7d7d", "#d5dbdb", "#f7dc6f",
+    "#1abc9c", "#1b4f72", "#7b241c", "#d2b4de",
 )  # fmt: skip
 STYLE = {
     "svg.fonttype": "none",
@@ -48,7 +49,7 @@ def _update(group: Results, axes: Any) -> None:
     for number, name in enumerate(names):
         times = [group["sizes"][str(size)]["times"][name]["median"] / size * 1e9 for size in sizes]
         ours = ":" in name
-        colour = OURS if ours else PEERS[number % len(PEERS)]
+        colour = (REFERENCE if "reference" in name else OURS) if ours else PEERS[number % len(PEERS)]
         axes.plot(
             sizes, times, marker="o", ms=3, color=colour, lw=2.2 if ours else 1.0,
             ls="--" if name.endswith("report") else "-", label=name,
@@ -64,9 +65,9 @@ def _stages(group: Results, axes: Any) -> None:
         for size, stages in variant["stages"].items()
     ]
     left = [0.0] * len(rows)
-    for number, stage in enumerate(rows[0][1]):
+    for number, stage in enumerate(dict.fromkeys(stage for _, stages in rows for stage in stages)):
         widths = [stages.get(stage, 0.0) for _, stages in rows]
-        axes.barh([name for name, _ in rows], widths, left=left, color=STAGE_COLOURS[number % 9], label=stage)
+        axes.barh([name for name, _ in rows], widths, left=left, color=STAGE_COLOURS[number], label=stage)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set(xlabel="ns a token, one core", ylabel="tokens of a micro-batch")
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import timing
-from benchmarks.variants import audit_variants
+from benchmarks.variants import default_audit
 from rlk_audit import AuditConfig
 from rlk_audit.layout import StateLayout
 
@@ -96,9 +96,9 @@ def best(algorithm: str, ranks: int, size: int) -> tuple[float, str]:
 def predictions() -> list[dict[str, Any]]:
     """Return a row for each size of the group."""
     settings = {"max_state_bytes": 1 << 40}
-    plain = next(iter(audit_variants(worst_k=4, **settings).values()))
+    plain = default_audit(worst_k=4, **settings)
     asked = {"breakdowns": {"engine": 8, "position": "auto", "confidence": "auto"}, "samples_per_step": 4096}
-    whole = next(iter(audit_variants(worst_k=4, **settings, **asked).values()))
+    whole = default_audit(worst_k=4, **settings, **asked)
     rows = []
     for ranks in GROUPS:
         row: dict[str, Any] = {"ranks": ranks}

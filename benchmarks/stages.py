@@ -2,7 +2,7 @@
 
     python -m benchmarks.stages
 
-The stages are functions of the package; each is timed without the stages that it calls.
+The stages are functions of the package; each is timed without the stages that it calls. Each path has its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,16 @@ BYTES_A_TOKEN = 9
 """Two float32 and a mask of one byte."""
 ROUNDS = {4096: 41, 65536: 21, 1 << 20: 7}
 REST = "the rest of update"
-STAGES: dict[str, list[tuple[Any, str]]] = {
+Stages = dict[str, list[tuple[Any, str]]]
+"""Stage -> its functions."""
+BEFORE: Stages = {
     "read, check, flatten": [(Collector, "as_batch"), (Collector, "_flatten"), (Collector, "_count_batch")],
+}
+AFTER: Stages = {
+    "worst tokens": [(Collector, "_keep_worst")],
+    "merge": [(State, "merged"), (State, "copy_from"), (State, "clone")],
+}
+REFERENCE_STAGES: Stages = {
     "classes": [(measure, "classify"), (measure, "_threshold_counts")],
     "float64, sketch": [(measure, "_measure_chunk")],
     "exponentials, rounding": [(measure, "_add_sums")],
@@ -36,10 +44,23 @@ STAGES: dict[str, list[tuple[Any, str]]] = {
         (exact_sum, "split"), (exact_sum, "add_terms"), (exact_sum, "add_squares"), (exact_sum, "add_products"),
     ],
     "extremes": [(measure, "_widen_extremes")],
-    "worst tokens": [(Collector, "_keep_worst")],
-    "merge": [(State, "merged"), (State, "copy_from"), (State, "clone")],
 }  # fmt: skip
-"""Stage -> its functions, for the reference path."""
+
+
+def stages_of(kernel: str) -> Stages:
+    """Return the stages of an update by one path."""
+    return BEFORE | (numba_stages() if kernel == "numba" else REFERENCE_STAGES) | AFTER
+
+
+def numba_stages() -> Stages:
+    from rlk_audit.kernels import numba_cpu
+
+    return {
+        "classes, d": [(numba_cpu, "_classify")],
+        "copy to float64": [(numba_cpu, "_measure_chunk")],
+        "exponentials": [(torch, "exp")],
+        "rounding, exact sums, sketch, extremes": [(numba_cpu, "_accumulate")],
+    }
 
 
 class Stopwatch:
@@ -66,11 +87,11 @@ class Stopwatch:
 
 
 @contextmanager
-def watched() -> Iterator[Stopwatch]:
+def watched(stages: Stages) -> Iterator[Stopwatch]:
     """Time the stages while this is open."""
     watch = Stopwatch()
     with ExitStack() as stack:
-        for stage, functions in STAGES.items():
+        for stage, functions in stages.items():
             for place, name in functions:
                 stack.enter_context(mock.patch.object(place, name, _wrapped(watch, stage, place, name)))
         yield watch
@@ -86,12 +107,13 @@ def stages(config: AuditConfig, tokens: int) -> dict[str, float]:
     arguments = draw(tokens).update_arguments()
     collector = Collector(config)
     collector.update(**arguments)
+    known = stages_of(config.kernel)
     rounds: list[dict[str, float]] = []
     for _ in range(ROUNDS.get(tokens, 3)):
-        with watched() as watch:
+        with watched(known) as watch:
             watch.timed(REST, collector.update)(**arguments)
         rounds.append(watch.seconds)
-    return {stage: statistics.median(seconds.get(stage, 0.0) for seconds in rounds) for stage in (*STAGES, REST)}
+    return {stage: statistics.median(seconds.get(stage, 0.0) for seconds in rounds) for stage in (*known, REST)}
 
 
 def after_updates(config: AuditConfig) -> dict[str, dict[str, float]]:

@@ -19,7 +19,7 @@ import torch
 from benchmarks import peers, timing
 from benchmarks.data import SIZES, Batch, draw, with_faults
 from benchmarks.exact_audit import disagreements, exact_audit
-from benchmarks.variants import audit_variants
+from benchmarks.variants import audit_variants, default_audit
 from rlk_audit import AuditConfig, Collector
 
 ROUNDS = {4096: 41, 65536: 21, 1 << 20: 9}
@@ -39,17 +39,21 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 class DifferentWorkError(RuntimeError):
-    """The exact audit and the report do not say the same."""
+    """The exact audit and the report, or two paths of the audit, do not say the same."""
 
 
 def check_agreement(batch: Batch) -> None:
-    """Refuse to compare an exact audit whose figures are not those of the report."""
+    """Refuse to compare an exact audit whose figures are not those of the report, and paths of other bits."""
+    vectors = []
     for name, config in audit_variants().items():
         collector = Collector(config)
         collector.update(**batch.update_arguments())
         found = disagreements(exact_audit(batch, config), collector.compute(), config)
         if found:
             raise DifferentWorkError(f"{name}, {batch.tokens} tokens: {'; '.join(found)}")
+        vectors.append(collector.pack())
+    if not all(vector.equal(vectors[0]) for vector in vectors):
+        raise DifferentWorkError(f"{batch.tokens} tokens: the paths of the audit differ in their bits")
 
 
 def variants(batch: Batch) -> dict[str, Callable[[], object]]:
@@ -57,7 +61,7 @@ def variants(batch: Batch) -> dict[str, Callable[[], object]]:
     made: dict[str, Callable[[], object]] = {}
     for name, config in audit_variants().items():
         made |= _audit(name, config, batch)
-    settings = next(iter(audit_variants().values()))
+    settings = default_audit()
     made["exact audit, torch.sort"] = lambda: exact_audit(batch, settings)
     made["torch.sort of abs(d) alone"] = lambda: (batch.train - batch.rollout).abs().view(-1).sort()
     made["helper, sample by sample"] = lambda: peers.helper(batch)
@@ -83,7 +87,7 @@ def _audit(name: str, config: AuditConfig, batch: Batch) -> dict[str, Callable[[
 
 def accuracy(batch: Batch) -> dict[str, dict[str, float]]:
     """Return each sketch's relative error at p99.9 and its bytes, and those of the audit."""
-    config = next(iter(audit_variants().values()))
+    config = default_audit()
     truth = exact_audit(batch, config)["abs_dlogp_p99_9"]
     found = {}
     for name in peers.SKETCHES:

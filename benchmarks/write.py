@@ -15,7 +15,9 @@ from string import Template
 from textwrap import fill
 from typing import Any
 
+from benchmarks.promises import BARE, UNPACKED, Promise, promises
 from benchmarks.scale import SOURCES
+from benchmarks.variants import KERNELS
 
 Results = Mapping[str, Any]
 Times = Mapping[str, Mapping[str, float]]
@@ -23,8 +25,6 @@ TEMPLATE = Path(__file__).with_name("template.md")
 WIDTH = 120
 WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 BYTES_A_TOKEN = 9
-BARE = "bare all-reduce of as many bytes"
-UNPACKED = "pack, reduce, unpack"
 
 
 def page(results: Results, pictures: str) -> str:
@@ -82,13 +82,33 @@ def _compared(times: Times) -> list[list[str]]:
     return [[name, milliseconds(found), ratio(found, base)] for name, found in times.items()]
 
 
+def _ours(times: Times, ending: str = "") -> list[str]:
+    """Return the names of the paths of the audit among what was timed."""
+    return [name + ending for name in KERNELS if name + ending in times]
+
+
+def _to_each(times: Times, bases: Sequence[str]) -> str:
+    """Return a table with the ratios to several."""
+    rows = [[n, milliseconds(found), *(ratio(found, times[base]) for base in bases)] for n, found in times.items()]
+    return table(["", "ms", *(f"to {base}" for base in bases)], rows)
+
+
 def _head(results: Results) -> dict[str, str]:
     places = sorted({json.dumps(group["machine"], sort_keys=True) for group in results.values()})
     dates = sorted({group["date"] for group in results.values()})
     return {
         "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))),
         "machines": "; and on ".join(_machine(json.loads(place)) for place in places),
+        "promises": table(["", "promised", "measured", "outcome"], map(_promise, promises(results))),
     }
+
+
+def _promise(promise: Promise) -> list[str]:
+    bound = f"{'at least' if promise.at_least else 'at most'} {promise.limit:g}{promise.unit}"
+    if promise.value is None:
+        return [promise.what, bound, "not measured", ""]
+    outcome = "met" if promise.kept else "**not met**"
+    return [promise.what, bound, f"{number(promise.value)}{promise.unit}", outcome]
 
 
 def _machine(place: Results) -> str:
@@ -101,19 +121,25 @@ def _machine(place: Results) -> str:
 
 def _update(group: Results) -> dict[str, object]:
     sizes = group["sizes"]
-    base = next(iter(next(iter(sizes.values()))["times"]))
+    bases = _ours(next(iter(sizes.values()))["times"], ": update")
     parts = group["parts"]
-    rows_of_parts = [[*row, f"{parts['bytes'][row[0]]:,}"] for row in _compared(parts["times"])]
     return {
         "rounds": ", ".join(f"{rounds(found['times'])} of {int(size):,}" for size, found in sizes.items()),
-        "base": base,
-        "times": _by_size({f"{int(size):,}": found["times"] for size, found in sizes.items()}, base, "tokens"),
+        "bases": " and to ".join(f"`{base}`" for base in bases),
+        "times": _by_size({f"{int(size):,}": found["times"] for size, found in sizes.items()}, bases, "tokens"),
         "verl": _verl(group["verl"]),
         "accuracy": _accuracy(sizes),
         "parts_tokens": f"{parts['tokens']:,}",
         "parts_rounds": rounds(parts["times"]),
-        "parts": table(["", "ms", "ratio", "bytes reduced"], rows_of_parts),
+        "parts": table(["", "ms", "ratio", "bytes reduced"], _parts(parts)),
     }
+
+
+def _parts(parts: Results) -> Iterable[list[str]]:
+    """Yield a row for each part, with its ratio to the plain update by the same path."""
+    for name, found in parts["times"].items():
+        plain = parts["times"][f"{name.rsplit(': ', 1)[0]}: plain"]
+        yield [name, milliseconds(found), ratio(found, plain), f"{parts['bytes'][name]:,}"]
 
 
 def _verl(verl: Results | None) -> str:
@@ -157,16 +183,17 @@ def _stages(group: Results) -> dict[str, object]:
     return {"bandwidth": f"{group['bandwidth'] / 1e9:.1f}", "stages": "\n\n".join(blocks)}
 
 
-def _by_size(groups: Mapping[str, Times], base: str, of: str = "processes") -> str:
-    """Return a table with a pair of columns, milliseconds and the ratio to `base`, for each size."""
+def _by_size(groups: Mapping[str, Times], bases: Sequence[str], of: str = "processes") -> str:
+    """Return a table with columns of milliseconds and of the ratios to `bases`, for each size."""
+    signs = ["ratio"] if len(bases) == 1 else [f"to {base.removesuffix(': update').split()[-1]}" for base in bases]
     head = [""]
     for size in groups:
-        head += [f"ms, {size} {of}", "ratio"]
+        head += [f"ms, {size} {of}", *signs]
     rows = []
     for name in next(iter(groups.values())):
         row = [name]
         for times in groups.values():
-            row += [milliseconds(times[name]), ratio(times[name], times[base])]
+            row += [milliseconds(times[name]), *(ratio(times[name], times[base]) for base in bases)]
         rows.append(row)
     return table(head, rows)
 
@@ -183,14 +210,14 @@ def _collective(group: Results) -> dict[str, object]:
         "rounds": rounds(first),
         "repeats": group["repeats"],
         "told": " ".join(told),
-        "audits": _by_size(groups, BARE),
-        "others": _by_size(group["others"], next(iter(group["others"][next(iter(groups))]))),
+        "audits": _by_size(groups, [BARE]),
+        "others": _by_size(group["others"], [next(iter(group["others"][next(iter(groups))]))]),
         "other_rounds": rounds(group["others"][next(iter(groups))]),
         "micro_batches": group["micro_batches"],
         "micro_batch_tokens": f"{group['micro_batch_tokens']:,}",
         "step_ranks": group["step_ranks"],
         "step_rounds": rounds(group["steps"]),
-        "steps": table(["", "ms", "ratio"], _compared(group["steps"])),
+        "steps": _to_each(group["steps"], _ours(group["steps"])),
     }
 
 
@@ -204,6 +231,7 @@ def _overhead(group: Results) -> dict[str, object]:
             noise = "not told from nothing" if low <= 0 <= high else f"{1e3 * found['median']:.0f} ms a step"
             verdicts.append(f"{name[0].upper()}{name[1:]}: {noise}")
     return {
+        "kernel": group["kernel"],
         "ranks": group["ranks"],
         "off": milliseconds(off),
         "rounds": int(off["rounds"]),
@@ -262,6 +290,7 @@ def _offline(group: Results) -> dict[str, object]:
     columns += ["reader alone", "library alone", "two passes of the reader, of the audit"]
     return {
         "tokens": f"{found['tokens']:,}",
+        "kernel": group["kernel"],
         "steps": group["steps"],
         "rounds": rounds(found["times"]),
         "table": table(columns, rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -212,6 +213,11 @@ class AuditConfig:
 
     def agreed_values(self) -> dict[str, str]:
         """Return field name -> canonical text of everything that all ranks must agree on."""
+        return dict(self._agreed_values)
+
+    @functools.cached_property
+    def _agreed_values(self) -> dict[str, str]:
+        """What ``agreed_values`` returns: nothing here changes, and every pack of a state needs it."""
         return {name: json.dumps(value) for name, value in self.to_dict().items() if name not in ("metadata", "kernel")}
 
 

@@ -103,7 +103,14 @@ def total_of_products(slots: Slots) -> int:
 
 def magnitude_sum_float64(slots: Tensor) -> Tensor:
     """Return the total of absolute values as a float64 scalar tensor, on the device, to a few units of 2^-53."""
-    # The powers of two are built from their bits: exp2 need not be exact.
-    exponent = torch.arange(UNSIGNED_SLOTS, device=slots.device).clamp_(min=1) - SUM_SCALE
-    weights = ((exponent + 1023) << 52).view(torch.float64).repeat(len(slots) // UNSIGNED_SLOTS)
-    return (slots.double() * weights).sum()
+    weights = _CPU_WEIGHTS if slots.device.type == "cpu" else _weights(slots.device)
+    return (slots.double().view(-1, UNSIGNED_SLOTS) * weights).sum()
+
+
+def _weights(device: torch.device) -> Tensor:
+    """Return 2^(max(exponent, 1) - SUM_SCALE), float64 [UNSIGNED_SLOTS], built of bits: exp2 need not be exact."""
+    exponent = torch.arange(UNSIGNED_SLOTS, device=device).clamp_(min=1) - SUM_SCALE
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+_CPU_WEIGHTS = _weights(torch.device("cpu"))

@@ -135,11 +135,9 @@ class State:
             "expected_active": expected_active,
         }
         header |= dict(zip(EXTREMES, self.extremes.view(torch.int64), strict=True))
-        row = torch.zeros(layout.row_length, dtype=torch.int64, device=self.additive.device)
-        for index, name in enumerate(ROW_HEADER):
-            row[index] = header[name]
+        # Filled on the device and stacked at once: an assignment to each place would be an operation of its own.
+        told = {n: v if isinstance(v, Tensor) else self.flags.new_full((), v) for n, v in header.items()}
         worst = self.worst[: layout.worst_k].clone()
         held_by = worst[:, WORST_TOKEN.index("rank")]
         held_by.masked_fill_(held_by < 0, rank)  # in a whole group's state it is known already
-        row[len(ROW_HEADER) :] = worst.reshape(-1)
-        return row
+        return torch.cat([torch.stack([told[name] for name in ROW_HEADER]), worst.reshape(-1)])

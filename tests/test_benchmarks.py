@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import scale, stages, timing, write  # noqa: E402
+from benchmarks import promises, scale, stages, timing, write  # noqa: E402
 from benchmarks.data import Batch, draw, with_faults  # noqa: E402
 from benchmarks.exact_audit import disagreements, exact_audit  # noqa: E402
-from benchmarks.variants import audit_variants  # noqa: E402
+from benchmarks.variants import NUMBA, REFERENCE, audit_variants, default_kernel  # noqa: E402
 from rlk_audit import Collector, StepReport  # noqa: E402
 
 VARIANTS = audit_variants()
@@ -37,25 +37,29 @@ def results() -> dict[str, Any]:
     made = {"date": "2026-01-02", "machine": place}
     known = {"sketch": {"error": -0.25, "bytes": 900}}
     known["rlk_audit"] = {"error": 0.001, "bytes": 95296, "sketch_bytes": 49192}
-    size = {"times": times("rlk_audit: update", "exact"), "accuracy": known}
+    work = [f"{ours}: {part}" for ours in (REFERENCE, NUMBA) for part in promises.WORK]
+    size = {"times": times(*work, promises.EXACT, promises.HELPER), "accuracy": known}
     verl = {"version": "0.9.1", "torch": "2.13", "sizes": {"4096": times("rlk_audit: update", "verl")}}
-    parts = {"tokens": 65536, "bytes": {"rlk_audit: plain": 94864}, "times": times("rlk_audit: plain")}
+    parts = {"tokens": 65536, "bytes": {f"{NUMBA}: plain": 94864, f"{NUMBA}: all": 94999}}
+    parts["times"] = times(*parts["bytes"])
     stage = {"stages": {"4096": {"classes": 0.001, "rest": 0.003}}, "after": times("pack")}
+    fast = {"stages": {"4096": {"exponentials": 0.001, "rest": 0.001}}, "after": times("pack")}
     reduced = times("rlk_audit: pack, reduce, unpack", write.BARE)
     sweep = {str(ranks): {str(size): time(1e-4 * ranks) for size in (1024, 1 << 20)} for ranks in (2, 4, 8)}
     counts = {"tokens_a_rank": 10, "micro_batches": 2, "micro_batch_tokens": 5, "step_ranks": 4, "repeats": 5}
     ways = {"groups": {"2": reduced}, "others": {"2": times("rlk_audit: all", "torchmetrics")}, "sweep": sweep}
-    collective = made | counts | ways | {"steps": times("rlk_audit", "torchmetrics")}
+    collective = made | counts | ways | {"steps": times(REFERENCE, NUMBA, "torchmetrics")}
     differences = {"off, once more": {"median": 0.0, "low": -0.01, "high": 0.01, "rounds": 5}, "audit": time(0.02)}
     read = {"tokens": 1000, "bytes": 9000, "library": "torch.load"}
     read["times"] = times("audit", "reader", "library", "audit, shared")
     return {
-        "update": made | {"sizes": {"4096": size}, "parts": parts, "verl": verl},
-        "stages": made | {"bandwidth": 9e9, "variants": {"rlk_audit": stage}},
+        "update": made | {"sizes": {"4096": size, "65536": size}, "parts": parts, "verl": verl},
+        "stages": made | {"bandwidth": 9e9, "variants": {REFERENCE: stage, NUMBA: fast}},
         "collective": collective,
-        "overhead": made | {"ranks": 4, "off": time(0.4), "differences": differences},
+        "overhead": made | {"kernel": "numba", "ranks": 4, "off": time(0.4), "differences": differences},
         "scale": made | {"rows": scale.predictions(), "validation": scale.validation(sweep, 2)},
-        "offline": made | {"steps": 2, "processes": 2, "lengths": {"1000": {"slime": read}}},
+        "offline": made
+        | {"kernel": "numba", "steps": 2, "processes": 2, "lengths": {"1000": {"slime": read, "table parquet": read}}},
     }
 
 
@@ -90,11 +94,34 @@ def test_another_figure_is_seen(name: str) -> None:
     assert any(line.startswith("worst") for line in disagreements(other, given, VARIANTS[name]))
 
 
-def test_stages_add_up_to_the_update() -> None:
-    found = stages.stages(next(iter(VARIANTS.values())), 256)
-    assert set(found) == {*stages.STAGES, stages.REST}
-    assert all(seconds >= 0 for seconds in found.values())
-    assert sum(seconds > 0 for seconds in found.values()) > len(found) // 2
+@pytest.mark.parametrize("name", VARIANTS)
+def test_stages_add_up_to_the_update(name: str) -> None:
+    found = stages.stages(VARIANTS[name], 256)
+    assert set(found) == {*stages.stages_of(VARIANTS[name].kernel), stages.REST}
+    assert all(seconds > 0 for seconds in found.values())
+
+
+def test_the_numba_path_is_measured_where_it_is_taken() -> None:
+    assert list(VARIANTS) == ([REFERENCE, NUMBA] if default_kernel() == "numba" else [REFERENCE])
+    assert {name: config.kernel for name, config in VARIANTS.items()}.items() <= {
+        REFERENCE: "reference",
+        NUMBA: "numba",
+    }.items()
+
+
+def test_promises_are_compared_with_what_was_measured() -> None:
+    told = {promise.what: promise for promise in promises.promises(results())}
+    assert len(told) == len(promises.promises(results()))
+    exact = "65,536 tokens: faster than exact audit, torch.sort"
+    assert (told[f"`{REFERENCE}: update`, {exact}"].value, told[f"`{REFERENCE}: update`, {exact}"].kept) == (5.0, True)
+    assert told[f"`{NUMBA}: update and report`, {exact}"].kept is False
+    assert told[f"`{NUMBA}: update`, {exact.replace('65,536', '1,048,576')}"].kept is None
+    assert told["pack, reduce, unpack, 2 processes: time of bare all-reduces"].kept is True
+    assert told["audit of the example: added to a training step"].value == pytest.approx(5.0)
+    assert told["Parquet, samples of 1,000 tokens: audit"].value == pytest.approx(1.0)
+    slime = told["slime, samples of 1,000 tokens: one pass of the reader, in times of torch.load"]
+    assert slime.value == pytest.approx(2 / 3) and slime.kept
+    assert all(promise.kept is None for promise in promises.promises({}))
 
 
 def test_variants_take_turns() -> None:
@@ -123,6 +150,7 @@ def test_the_page_of_every_group() -> None:
     long = [line for line in page.splitlines() if len(line) > write.WIDTH]
     assert all(line[0] == "|" or "https" in line for line in long)
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [
+        "What was promised and what was measured",
         "An update",
         "Where an update spends its time",
         "The end of a step",
@@ -130,7 +158,13 @@ def test_the_page_of_every_group() -> None:
         "Up to 16,384 ranks",
         "Offline",
     ]
-    assert "| exact | 2.00 (1.80 to 2.20) | 2.00 |" in page
+    assert "| exact audit, torch.sort | 5.00 (4.50 to 5.50) | 5.00 | 1.67 |" in page
+    assert "| torchmetrics | 3.00 (2.70 to 3.30) | 3.00 | 1.50 |" in page
+    assert f"| {NUMBA}: all | 2.00 (1.80 to 2.20) | 2.00 | 94,999 |" in page
+    assert "faster than helper, sample by sample | at least 20 x | 2.00 x | **not met** |" in page
+    assert "| at least 10 x | 3.00 x | **not met** |" in page
+    assert "| at most 1 % | 5.00 % | **not met** |" in page
+    assert "4 processes: time of bare all-reduces | at most 1.3 x | not measured |" in page
     assert "takes as long as so many bare all-reduces: 0.50 of 2 processes." in page.replace("\n", " ")
     assert "| off, once more | +0.0 | +0.0 % | -2.5 % to +2.5 % |" in page
     assert "Audit: 20 ms a step" in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from agreement import agreed
 from strategies import bits, without_layout
 
-import rlk_audit.collector
 from rlk_audit import AuditConfig, Auditor, Collector, StepReport, all_reduce
 
 FAILING = [0, -1]
@@ -40,14 +40,14 @@ def expected(failing: int) -> StepReport:
 
 def raise_half_way(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measurement fails after it has added its counts to the batch's own state."""
-    measure = rlk_audit.collector.measure
+    measure = collector._measure_tokens
 
-    def broken(*args: object) -> None:
+    def broken(*args: Any) -> None:
         measure(*args)
         raise RuntimeError("the device went away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rlk_audit.collector, "measure", broken)
+        patch.setattr(collector, "_measure_tokens", broken)
         add(collector, dist.get_rank(), 1)
 
 

@@ -1,0 +1,114 @@
+"""What was promised of the speed, beside what was measured: computed from the numbers kept, nothing typed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.variants import NUMBA, REFERENCE
+
+Results = Mapping[str, Any]
+EXACT = "exact audit, torch.sort"
+HELPER = "helper, sample by sample"
+TORCHMETRICS = "torchmetrics"
+BARE = "bare all-reduce of as many bytes"
+UNPACKED = "pack, reduce, unpack"
+WORK = ("update", "update and report")
+LARGE = ("65536", "1048576")
+SAMPLES_OF_1K = "65536"
+"""Tokens of 64 samples."""
+FEW = ("2", "4")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One promise; `value` is None where nothing was measured."""
+
+    what: str
+    limit: float
+    value: float | None
+    unit: str = " x"
+    at_least: bool = True
+
+    @property
+    def kept(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def found(results: Results, *path: str) -> Any:
+    """Return what stands at the end of a path, or None."""
+    place: Any = results
+    for name in path:
+        place = place.get(name) if place is not None else None
+    return place
+
+
+def quotient(times: Results | None, name: str, base: str) -> float | None:
+    """Return by how much the median of one exceeds that of another."""
+    if times is None or name not in times or base not in times:
+        return None
+    return float(times[name]["median"] / times[base]["median"])
+
+
+def of_updates(results: Results) -> Iterable[Promise]:
+    """Speed-up of an update over others, with and without the report: what it is compared to does both at once."""
+    asked = [(REFERENCE, EXACT, size, 1.0) for size in LARGE] + [(NUMBA, EXACT, size, 3.0) for size in LARGE]
+    for ours, other, size, limit in [*asked, (NUMBA, HELPER, SAMPLES_OF_1K, 20.0)]:
+        times = found(results, "update", "sizes", size, "times")
+        for work in WORK:
+            name = f"{ours}: {work}"
+            yield Promise(f"`{name}`, {int(size):,} tokens: faster than {other}", limit, quotient(times, other, name))
+
+
+def of_steps(results: Results) -> Iterable[Promise]:
+    group = results.get("collective", {})
+    for ours in (REFERENCE, NUMBA):
+        step = f"a step of {group.get('micro_batches', 16)} micro-batches, {group.get('step_ranks', 4)} processes"
+        yield Promise(
+            f"`{ours}`, {step}: faster than {TORCHMETRICS}", 10.0, quotient(group.get("steps"), TORCHMETRICS, ours)
+        )
+
+
+def of_reductions(results: Results) -> Iterable[Promise]:
+    for size in FEW:
+        times = found(results, "collective", "groups", size)
+        value = quotient(times, f"rlk_audit: {UNPACKED}", BARE)
+        yield Promise(f"{UNPACKED}, {size} processes: time of bare all-reduces", 1.3, value, at_least=False)
+
+
+def of_training(results: Results) -> Iterable[Promise]:
+    added, off = found(results, "overhead", "differences", "audit"), found(results, "overhead", "off")
+    value = None if added is None or off is None else 100 * added["median"] / off["median"]
+    yield Promise("audit of the example: added to a training step", 1.0, value, " %", at_least=False)
+
+
+def of_dumps(results: Results) -> Iterable[Promise]:
+    for length, formats in (found(results, "offline", "lengths") or {}).items():
+        dump = formats.get("table parquet")
+        for work in ("audit", "reader"):
+            speed = None if dump is None else dump["tokens"] / dump["times"][work]["median"] / 1e6
+            what = f"Parquet, samples of {int(length):,} tokens: {_OFFLINE[work]}"
+            yield Promise(what, 20.0, speed, " million tokens/s")
+    for length, formats in (found(results, "offline", "lengths") or {}).items():
+        for work in ("audit", "reader"):
+            value = quotient(found(formats, "slime", "times"), work, "library")
+            what = f"slime, samples of {int(length):,} tokens: {_OFFLINE[work]}, in times of torch.load"
+            yield Promise(what, 1.3, value, at_least=False)
+
+
+_OFFLINE = {"audit": "audit", "reader": "one pass of the reader"}
+PROMISES: tuple[Callable[[Results], Iterable[Promise]], ...] = (
+    of_updates,
+    of_steps,
+    of_reductions,
+    of_training,
+    of_dumps,
+)
+
+
+def promises(results: Results) -> list[Promise]:
+    """Return every promise with what was measured of it."""
+    return [promise for each in PROMISES for promise in each(results)]
