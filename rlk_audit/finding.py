@@ -54,10 +54,12 @@ class Finding:
 
 def plain(value: Any) -> Any:
     """Return a value as strict JSON has it: NaN and infinities are None, also inside of mappings and sequences."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int)):  # most values: the look for a mapping is slow
+        return value
     if isinstance(value, Mapping):
         return {name: plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
     return value

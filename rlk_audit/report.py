@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -255,11 +255,11 @@ class StepReport:
             "classes": self.classes,
             "warnings": self.warnings,
             "notes": list(self.notes),
-            "worst_tokens": [asdict(token) for token in self.worst_tokens],
-            "ranks": [asdict(rank) for rank in self.ranks],
-            "breakdowns": {name: [asdict(bucket) for bucket in buckets] for name, buckets in self.breakdowns.items()},
-            "samples": [asdict(sample) for sample in self.samples],
-            "histogram": None if (histogram := self.histogram()) is None else asdict(histogram),
+            "worst_tokens": [vars(token) for token in self.worst_tokens],
+            "ranks": [vars(rank) for rank in self.ranks],
+            "breakdowns": {name: [vars(bucket) for bucket in buckets] for name, buckets in self.breakdowns.items()},
+            "samples": [vars(sample) for sample in self.samples],
+            "histogram": None if (histogram := self.histogram()) is None else vars(histogram),
             "verdict": None if self.verdict is None else self.verdict.to_dict(),
             "findings": [finding.to_dict() for finding in self.findings],
         }
