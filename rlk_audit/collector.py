@@ -383,6 +383,8 @@ class Collector:
 
         def picked(name: str, ids: PerToken) -> Tensor:
             """Read ids at ``places``; expanded ids are never made full."""
+            if ids is None or isinstance(ids, int):
+                return torch.full_like(places, -1 if ids is None else ids)
             return self._integers(name, ids, shape)[at].expand(places.shape)
 
         sample, position = picked("sample_index", batch.sample_index), picked("token_position", batch.token_position)

@@ -88,7 +88,7 @@ def kth_largest_bound(values: Tensor, k: int) -> Tensor:
 def abs_dlogp_of_rows(rows: Tensor) -> Tensor:
     """Return abs(dlogp) (float64 [n]) of worst-token rows, NO_TOKEN for empty ones."""
     log_probs = rows[:, WORST_LOG_PROBS].contiguous().view(torch.float64)
-    return torch.where(rows[:, _VALID] == 1, (log_probs[:, 0] - log_probs[:, 1]).abs(), NO_TOKEN)
+    return (log_probs[:, 0] - log_probs[:, 1]).abs_().masked_fill_(rows[:, _VALID] != 1, NO_TOKEN)
 
 
 def worst_rows(rows: Tensor, k: int, per_sample: bool) -> Tensor:
