@@ -22,20 +22,34 @@ FEW = ("2", "4")
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A figure of medians, and the range that the quartiles leave it."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Promise:
-    """One promise; `value` is None where nothing was measured."""
+    """One promise; `measured` is None where nothing was measured."""
 
     what: str
     limit: float
-    value: float | None
+    measured: Measured | None
     unit: str = " x"
     at_least: bool = True
 
     @property
     def kept(self) -> bool | None:
-        if self.value is None:
+        if self.measured is None:
             return None
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
+        return self.measured.value >= self.limit if self.at_least else self.measured.value <= self.limit
+
+    @property
+    def unsure(self) -> bool:
+        """Whether the limit lies within the range."""
+        return self.measured is not None and self.measured.low < self.limit < self.measured.high
 
 
 def found(results: Results, *path: str) -> Any:
@@ -46,11 +60,12 @@ def found(results: Results, *path: str) -> Any:
     return place
 
 
-def quotient(times: Results | None, name: str, base: str) -> float | None:
-    """Return by how much the median of one exceeds that of another."""
+def quotient(times: Results | None, name: str, base: str) -> Measured | None:
+    """Return by how much one exceeds another."""
     if times is None or name not in times or base not in times:
         return None
-    return float(times[name]["median"] / times[base]["median"])
+    one, other = times[name], times[base]
+    return Measured(one["median"] / other["median"], one["low"] / other["high"], one["high"] / other["low"])
 
 
 def of_updates(results: Results) -> Iterable[Promise]:
@@ -81,7 +96,9 @@ def of_reductions(results: Results) -> Iterable[Promise]:
 
 def of_training(results: Results) -> Iterable[Promise]:
     added, off = found(results, "overhead", "differences", "audit"), found(results, "overhead", "off")
-    value = None if added is None or off is None else 100 * added["median"] / off["median"]
+    value = None
+    if added is not None and off is not None:
+        value = Measured(*(100 * added[key] / off["median"] for key in ("median", "low", "high")))
     yield Promise("audit of the example: added to a training step", 1.0, value, " %", at_least=False)
 
 
@@ -89,7 +106,9 @@ def of_dumps(results: Results) -> Iterable[Promise]:
     for length, formats in (found(results, "offline", "lengths") or {}).items():
         dump = formats.get("table parquet")
         for work in ("audit", "reader"):
-            speed = None if dump is None else dump["tokens"] / dump["times"][work]["median"] / 1e6
+            speed = None
+            if dump is not None:
+                speed = Measured(*(dump["tokens"] / dump["times"][work][k] / 1e6 for k in ("median", "high", "low")))
             what = f"Parquet, samples of {int(length):,} tokens: {_OFFLINE[work]}"
             yield Promise(what, 20.0, speed, " million tokens/s")
     for length, formats in (found(results, "offline", "lengths") or {}).items():

@@ -39,8 +39,9 @@ AFTER: Stages = {
 REFERENCE_STAGES: Stages = {
     "classes": [(measure, "classify"), (measure, "_threshold_counts")],
     "float64, sketch": [(measure, "_measure_chunk")],
-    "exponentials, rounding": [(measure, "_add_sums")],
+    "exponentials, rounding": [(measure.Rounded, "of")],
     "exact sums": [
+        (measure, "_add_sums"),
         (exact_sum, "split"), (exact_sum, "add_terms"), (exact_sum, "add_squares"), (exact_sum, "add_products"),
     ],
     "extremes": [(measure, "_widen_extremes")],

@@ -105,10 +105,11 @@ def _head(results: Results) -> dict[str, str]:
 
 def _promise(promise: Promise) -> list[str]:
     bound = f"{'at least' if promise.at_least else 'at most'} {promise.limit:g}{promise.unit}"
-    if promise.value is None:
+    if promise.measured is None:
         return [promise.what, bound, "not measured", ""]
-    outcome = "met" if promise.kept else "**not met**"
-    return [promise.what, bound, f"{number(promise.value)}{promise.unit}", outcome]
+    outcome = ("met" if promise.kept else "**not met**") + (", within the spread" if promise.unsure else "")
+    value, low, high = (number(each) for each in (promise.measured.value, promise.measured.low, promise.measured.high))
+    return [promise.what, bound, f"{value}{promise.unit} ({low} to {high})", outcome]
 
 
 def _machine(place: Results) -> str:

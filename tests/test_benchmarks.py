@@ -113,14 +113,20 @@ def test_promises_are_compared_with_what_was_measured() -> None:
     told = {promise.what: promise for promise in promises.promises(results())}
     assert len(told) == len(promises.promises(results()))
     exact = "65,536 tokens: faster than exact audit, torch.sort"
-    assert (told[f"`{REFERENCE}: update`, {exact}"].value, told[f"`{REFERENCE}: update`, {exact}"].kept) == (5.0, True)
+    first = told[f"`{REFERENCE}: update`, {exact}"]
+    assert first.measured is not None and first.kept and not first.unsure
+    assert (first.measured.value, first.measured.low, first.measured.high) == pytest.approx((5, 4.5 / 1.1, 5.5 / 0.9))
+    reference = told[f"`{REFERENCE}: update and report`, {exact}"]
+    assert reference.kept and not reference.unsure
+    wide = promises.Promise("", 1.3, promises.Measured(1.2, 0.9, 1.5), at_least=False)
+    assert wide.kept and wide.unsure
     assert told[f"`{NUMBA}: update and report`, {exact}"].kept is False
     assert told[f"`{NUMBA}: update`, {exact.replace('65,536', '1,048,576')}"].kept is None
     assert told["pack, reduce, unpack, 2 processes: time of bare all-reduces"].kept is True
-    assert told["audit of the example: added to a training step"].value == pytest.approx(5.0)
-    assert told["Parquet, samples of 1,000 tokens: audit"].value == pytest.approx(1.0)
+    assert told["audit of the example: added to a training step"].measured.value == pytest.approx(5.0)
+    assert told["Parquet, samples of 1,000 tokens: audit"].measured.value == pytest.approx(1.0)
     slime = told["slime, samples of 1,000 tokens: one pass of the reader, in times of torch.load"]
-    assert slime.value == pytest.approx(2 / 3) and slime.kept
+    assert slime.measured.value == pytest.approx(2 / 3) and slime.kept
     assert all(promise.kept is None for promise in promises.promises({}))
 
 
@@ -161,9 +167,9 @@ def test_the_page_of_every_group() -> None:
     assert "| exact audit, torch.sort | 5.00 (4.50 to 5.50) | 5.00 | 1.67 |" in page
     assert "| torchmetrics | 3.00 (2.70 to 3.30) | 3.00 | 1.50 |" in page
     assert f"| {NUMBA}: all | 2.00 (1.80 to 2.20) | 2.00 | 94,999 |" in page
-    assert "faster than helper, sample by sample | at least 20 x | 2.00 x | **not met** |" in page
-    assert "| at least 10 x | 3.00 x | **not met** |" in page
-    assert "| at most 1 % | 5.00 % | **not met** |" in page
+    assert "faster than helper, sample by sample | at least 20 x | 2.00 x (1.64 to 2.44) | **not met** |" in page
+    assert "| at least 10 x | 3.00 x (2.45 to 3.67) | **not met** |" in page
+    assert "| at most 1 % | 5.00 % (4.50 to 5.50) | **not met** |" in page
     assert "4 processes: time of bare all-reduces | at most 1.3 x | not measured |" in page
     assert "takes as long as so many bare all-reduces: 0.50 of 2 processes." in page.replace("\n", " ")
     assert "| off, once more | +0.0 | +0.0 % | -2.5 % to +2.5 % |" in page
