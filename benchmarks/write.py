@@ -15,7 +15,7 @@ from string import Template
 from textwrap import fill
 from typing import Any
 
-from benchmarks.promises import BARE, UNPACKED, Promise, promises
+from benchmarks.goals import BARE, UNPACKED, Goal, goals
 from benchmarks.scale import SOURCES
 from benchmarks.variants import KERNELS
 
@@ -99,17 +99,17 @@ def _head(results: Results) -> dict[str, str]:
     return {
         "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))),
         "machines": "; and on ".join(_machine(json.loads(place)) for place in places),
-        "promises": table(["", "promised", "measured", "outcome"], map(_promise, promises(results))),
+        "goals": table(["", "goal", "measured", "outcome"], map(_goal, goals(results))),
     }
 
 
-def _promise(promise: Promise) -> list[str]:
-    bound = f"{'at least' if promise.at_least else 'at most'} {promise.limit:g}{promise.unit}"
-    if promise.measured is None:
-        return [promise.what, bound, "not measured", ""]
-    outcome = ("met" if promise.kept else "**not met**") + (", within the spread" if promise.unsure else "")
-    value, low, high = (number(each) for each in (promise.measured.value, promise.measured.low, promise.measured.high))
-    return [promise.what, bound, f"{value}{promise.unit} ({low} to {high})", outcome]
+def _goal(goal: Goal) -> list[str]:
+    bound = f"{'at least' if goal.at_least else 'at most'} {goal.limit:g}{goal.unit}"
+    if goal.measured is None:
+        return [goal.what, bound, "not measured", ""]
+    outcome = ("met" if goal.kept else "**not met**") + (", within the spread" if goal.unsure else "")
+    value, low, high = (number(each) for each in (goal.measured.value, goal.measured.low, goal.measured.high))
+    return [goal.what, bound, f"{value}{goal.unit} ({low} to {high})", outcome]
 
 
 def _machine(place: Results) -> str:

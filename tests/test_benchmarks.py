@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import promises, scale, stages, timing, write  # noqa: E402
+from benchmarks import goals, scale, stages, timing, write  # noqa: E402
 from benchmarks.data import Batch, draw, with_faults  # noqa: E402
 from benchmarks.exact_audit import disagreements, exact_audit  # noqa: E402
 from benchmarks.variants import NUMBA, REFERENCE, audit_variants, default_kernel  # noqa: E402
@@ -37,8 +37,8 @@ def results() -> dict[str, Any]:
     made = {"date": "2026-01-02", "machine": place}
     known = {"sketch": {"error": -0.25, "bytes": 900}}
     known["rlk_audit"] = {"error": 0.001, "bytes": 95296, "sketch_bytes": 49192}
-    work = [f"{ours}: {part}" for ours in (REFERENCE, NUMBA) for part in promises.WORK]
-    size = {"times": times(*work, promises.EXACT, promises.HELPER), "accuracy": known}
+    work = [f"{ours}: {part}" for ours in (REFERENCE, NUMBA) for part in goals.WORK]
+    size = {"times": times(*work, goals.EXACT, goals.HELPER), "accuracy": known}
     verl = {"version": "0.9.1", "torch": "2.13", "sizes": {"4096": times("rlk_audit: update", "verl")}}
     parts = {"tokens": 65536, "bytes": {f"{NUMBA}: plain": 94864, f"{NUMBA}: all": 94999}}
     parts["times"] = times(*parts["bytes"])
@@ -109,16 +109,16 @@ def test_the_numba_path_is_measured_where_it_is_taken() -> None:
     }.items()
 
 
-def test_promises_are_compared_with_what_was_measured() -> None:
-    told = {promise.what: promise for promise in promises.promises(results())}
-    assert len(told) == len(promises.promises(results()))
+def test_goals_are_compared_with_what_was_measured() -> None:
+    told = {promise.what: promise for promise in goals.goals(results())}
+    assert len(told) == len(goals.goals(results()))
     exact = "65,536 tokens: faster than exact audit, torch.sort"
     first = told[f"`{REFERENCE}: update`, {exact}"]
     assert first.measured is not None and first.kept and not first.unsure
     assert (first.measured.value, first.measured.low, first.measured.high) == pytest.approx((5, 4.5 / 1.1, 5.5 / 0.9))
     reference = told[f"`{REFERENCE}: update and report`, {exact}"]
     assert reference.kept and not reference.unsure
-    wide = promises.Promise("", 1.3, promises.Measured(1.2, 0.9, 1.5), at_least=False)
+    wide = goals.Goal("", 1.3, goals.Measured(1.2, 0.9, 1.5), at_least=False)
     assert wide.kept and wide.unsure
     assert told[f"`{NUMBA}: update and report`, {exact}"].kept is False
     assert told[f"`{NUMBA}: update`, {exact.replace('65,536', '1,048,576')}"].kept is None
@@ -127,7 +127,7 @@ def test_promises_are_compared_with_what_was_measured() -> None:
     assert told["Parquet, samples of 1,000 tokens: audit"].measured.value == pytest.approx(1.0)
     slime = told["slime, samples of 1,000 tokens: one pass of the reader, in times of torch.load"]
     assert slime.measured.value == pytest.approx(2 / 3) and slime.kept
-    assert all(promise.kept is None for promise in promises.promises({}))
+    assert all(promise.kept is None for promise in goals.goals({}))
 
 
 def test_variants_take_turns() -> None:
@@ -156,7 +156,7 @@ def test_the_page_of_every_group() -> None:
     long = [line for line in page.splitlines() if len(line) > write.WIDTH]
     assert all(line[0] == "|" or "https" in line for line in long)
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [
-        "What was promised and what was measured",
+        "Goals and what was measured",
         "An update",
         "Where an update spends its time",
         "The end of a step",

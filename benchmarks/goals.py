@@ -1,4 +1,4 @@
-"""What was promised of the speed, beside what was measured: computed from the numbers kept, nothing typed in."""
+"""The goals for speed, beside what was measured: computed from the numbers kept, nothing typed in."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Promise:
-    """One promise; `measured` is None where nothing was measured."""
+class Goal:
+    """One goal; `measured` is None where nothing was measured."""
 
     what: str
     limit: float
@@ -68,41 +68,41 @@ def quotient(times: Results | None, name: str, base: str) -> Measured | None:
     return Measured(one["median"] / other["median"], one["low"] / other["high"], one["high"] / other["low"])
 
 
-def of_updates(results: Results) -> Iterable[Promise]:
+def of_updates(results: Results) -> Iterable[Goal]:
     """Speed-up of an update over others, with and without the report: what it is compared to does both at once."""
     asked = [(REFERENCE, EXACT, size, 1.0) for size in LARGE] + [(NUMBA, EXACT, size, 3.0) for size in LARGE]
     for ours, other, size, limit in [*asked, (NUMBA, HELPER, SAMPLES_OF_1K, 20.0)]:
         times = found(results, "update", "sizes", size, "times")
         for work in WORK:
             name = f"{ours}: {work}"
-            yield Promise(f"`{name}`, {int(size):,} tokens: faster than {other}", limit, quotient(times, other, name))
+            yield Goal(f"`{name}`, {int(size):,} tokens: faster than {other}", limit, quotient(times, other, name))
 
 
-def of_steps(results: Results) -> Iterable[Promise]:
+def of_steps(results: Results) -> Iterable[Goal]:
     group = results.get("collective", {})
     for ours in (REFERENCE, NUMBA):
         step = f"a step of {group.get('micro_batches', 16)} micro-batches, {group.get('step_ranks', 4)} processes"
-        yield Promise(
+        yield Goal(
             f"`{ours}`, {step}: faster than {TORCHMETRICS}", 10.0, quotient(group.get("steps"), TORCHMETRICS, ours)
         )
 
 
-def of_reductions(results: Results) -> Iterable[Promise]:
+def of_reductions(results: Results) -> Iterable[Goal]:
     for size in FEW:
         times = found(results, "collective", "groups", size)
         value = quotient(times, f"rlk_audit: {UNPACKED}", BARE)
-        yield Promise(f"{UNPACKED}, {size} processes: time of bare all-reduces", 1.3, value, at_least=False)
+        yield Goal(f"{UNPACKED}, {size} processes: time of bare all-reduces", 1.3, value, at_least=False)
 
 
-def of_training(results: Results) -> Iterable[Promise]:
+def of_training(results: Results) -> Iterable[Goal]:
     added, off = found(results, "overhead", "differences", "audit"), found(results, "overhead", "off")
     value = None
     if added is not None and off is not None:
         value = Measured(*(100 * added[key] / off["median"] for key in ("median", "low", "high")))
-    yield Promise("audit of the example: added to a training step", 1.0, value, " %", at_least=False)
+    yield Goal("audit of the example: added to a training step", 1.0, value, " %", at_least=False)
 
 
-def of_dumps(results: Results) -> Iterable[Promise]:
+def of_dumps(results: Results) -> Iterable[Goal]:
     for length, formats in (found(results, "offline", "lengths") or {}).items():
         dump = formats.get("table parquet")
         for work in ("audit", "reader"):
@@ -110,16 +110,16 @@ def of_dumps(results: Results) -> Iterable[Promise]:
             if dump is not None:
                 speed = Measured(*(dump["tokens"] / dump["times"][work][k] / 1e6 for k in ("median", "high", "low")))
             what = f"Parquet, samples of {int(length):,} tokens: {_OFFLINE[work]}"
-            yield Promise(what, 20.0, speed, " million tokens/s")
+            yield Goal(what, 20.0, speed, " million tokens/s")
     for length, formats in (found(results, "offline", "lengths") or {}).items():
         for work in ("audit", "reader"):
             value = quotient(found(formats, "slime", "times"), work, "library")
             what = f"slime, samples of {int(length):,} tokens: {_OFFLINE[work]}, in times of torch.load"
-            yield Promise(what, 1.3, value, at_least=False)
+            yield Goal(what, 1.3, value, at_least=False)
 
 
 _OFFLINE = {"audit": "audit", "reader": "one pass of the reader"}
-PROMISES: tuple[Callable[[Results], Iterable[Promise]], ...] = (
+GOALS: tuple[Callable[[Results], Iterable[Goal]], ...] = (
     of_updates,
     of_steps,
     of_reductions,
@@ -128,6 +128,6 @@ PROMISES: tuple[Callable[[Results], Iterable[Promise]], ...] = (
 )
 
 
-def promises(results: Results) -> list[Promise]:
-    """Return every promise with what was measured of it."""
-    return [promise for each in PROMISES for promise in each(results)]
+def goals(results: Results) -> list[Goal]:
+    """Return every goal with what was measured of it."""
+    return [goal for each in GOALS for goal in each(results)]
