@@ -261,7 +261,7 @@ def table_parquet(folder: Path, step: int, samples: Sequence[Given]) -> list[Pat
     columns["rollout_log_probs"] = pa.array([given.rollout_list() for given in samples], type=float_list)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step}.parquet"
-    pyarrow.parquet.write_table(pa.table(columns), path, row_group_size=3)
+    pyarrow.parquet.write_table(pa.table(columns), path, row_group_size=max(3, len(samples) // 2))
     return [path]
 
 
