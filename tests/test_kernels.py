@@ -191,6 +191,20 @@ def test_a_kernel_of_another_device_is_refused(name: str, device: str) -> None:
         measure_for(name, torch.device(device))
 
 
+def test_no_step_waits_for_a_compilation() -> None:
+    """Whatever the sizes and the optional fields, each function is compiled once, when the first collector is made."""
+    path = measure_for("numba", CPU)
+    module = sys.modules[path.__module__]
+    _, other = pair(path, **PARTS)
+    for seed, count in enumerate((1, 5, 16_384, 40_000)):
+        for optional in (True, False):
+            fields = batch(count, seed, torch.float32, optional)
+            other.update(**fields | {"labels": {"engine": 1}})
+    compiled = {name: f.signatures for name, f in vars(module).items() if hasattr(f, "signatures")}
+    main = ("_classify", "_accumulate", "_confidence_codes", "_add_to_breakdown", "_add_to_samples")
+    assert {name: len(compiled[name]) for name in main} == dict.fromkeys(main, 1)
+
+
 def test_an_unknown_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match="kernel must be one of auto, reference, numba, triton, got 'fast'"):
         AuditConfig(kernel="fast")

@@ -104,6 +104,8 @@ def measure(tokens: FlatTokens, layout: StateLayout, state: State) -> tuple[Tens
     additive = state.additive.numpy()
     for start in range(0, count, CHUNK):
         chunk = slice(start, min(start + CHUNK, count))
+        if chunk.stop - start < doubles.shape[1]:  # part of a buffer would be compiled for once more
+            doubles = torch.empty(6, chunk.stop - start, dtype=torch.float64)
         _measure_chunk(tokens.part(chunk), layout, additive, state, doubles, floats, magnitude[chunk], compared[chunk])
     return magnitude, compared
 
@@ -124,13 +126,12 @@ def _measure_chunk(
     layout: StateLayout,
     additive: Ints,
     state: State,
-    doubles: Tensor,
+    rows: Tensor,
     floats: npt.NDArray[np.float32],
     magnitude: Tensor,
     compared: Tensor,
 ) -> None:
     config = layout.config
-    rows = doubles[:, : len(compared)]
     rows[_TRAIN].copy_(tokens.train)
     rows[_ROLLOUT].copy_(tokens.rollout)
     counters = additive[layout.fields["counters"].slice]
