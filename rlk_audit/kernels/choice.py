@@ -31,15 +31,21 @@ def measure_for(kernel: str, device: torch.device) -> Measure:
     if kernel == "reference" or (kernel == "auto" and device.type != "cpu"):
         return measure
     if kernel == "auto":
-        try:
-            return _numba()
-        except Exception as error:  # a numba that is broken is as good as none
-            logger.debug("the reference path measures: %s", error)
-            return measure
+        return _numba_or_reference()
     needed = {"numba": "cpu", "triton": "cuda"}[kernel]
     if device.type != needed:
         raise ValueError(f"kernel {kernel} runs on {needed}, got {device.type}; leave kernel at auto")
     return _numba() if kernel == "numba" else _triton()
+
+
+@functools.cache
+def _numba_or_reference() -> Measure:
+    """Choose once a process: collectors are made often, and a numba that is broken takes its time to say so."""
+    try:
+        return _numba()
+    except ImportError as error:
+        logger.debug("the reference path measures: %s", error)
+        return measure
 
 
 @functools.cache
