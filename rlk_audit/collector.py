@@ -14,7 +14,7 @@ from torch import Tensor
 from rlk_audit import breakdowns, samples
 from rlk_audit.config import AuditConfig, as_config
 from rlk_audit.kernels.choice import measure_for
-from rlk_audit.layout import COUNTER_INDEX, FLAGS, ROW_HEADER, StateLayout, label_column
+from rlk_audit.layout import COUNTER_INDEX, FLAGS, StateLayout, label_column
 from rlk_audit.measure import FlatTokens
 from rlk_audit.ragged import to_float_and_missing
 from rlk_audit.report import StepReport
@@ -166,7 +166,7 @@ class Collector:
             raise ValueError(
                 f"expected an int64 vector of {self.layout.length} entries, got {vector.dtype} {tuple(vector.shape)}"
             )
-        if int(vector[self.layout.row_slice(0)][ROW_HEADER.index("fingerprint")]) != self.layout.fingerprint:
+        if not self.layout.made(vector):
             raise ValueError("the vector was packed with other settings; make both from one AuditConfig")
         with torch.inference_mode(False), torch.no_grad():
             other = State.of_vector(vector.to(self.device), self.layout)

@@ -10,6 +10,8 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from rlk_audit import breakdowns, exact_sum, samples
 from rlk_audit.config import TOKEN_CLASSES, AuditConfig
 from rlk_audit.sketch import sketch_length
@@ -160,6 +162,10 @@ class StateLayout:
         """Return where the row of a rank of the group stands."""
         start = self.additive_length + group_rank * self.row_length
         return slice(start, start + self.row_length)
+
+    def made(self, vector: Tensor) -> bool:
+        """Return whether a vector [length] was packed with this configuration; reads its fingerprint on the host."""
+        return int(vector[self.row_slice(0)][ROW_HEADER.index("fingerprint")]) == self.fingerprint
 
     def size_table(self) -> dict[str, int]:
         """Return the bytes of each part of the vector."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlk_audit.allreduce import global_rank
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig, as_config
-from rlk_audit.layout import ROW_HEADER, StateLayout
+from rlk_audit.layout import StateLayout
 from rlk_audit.limits import Judge
 from rlk_audit.report import StepReport
 from rlk_audit.sinks.base import VERDICT_KEY, verdict_values
@@ -163,9 +163,8 @@ class DlogpAudit(Metric):
 
     def _refuse_anothers(self, vector: Any) -> None:
         layout = StateLayout(self.config)
-        own = isinstance(vector, Tensor) and vector.dtype == torch.int64 and vector.shape == (layout.length,)
-        place = layout.row_slice(0).start + ROW_HEADER.index("fingerprint")
-        if not own or int(vector[place]) != layout.fingerprint:
+        fits = isinstance(vector, Tensor) and vector.dtype == torch.int64 and vector.shape == (layout.length,)
+        if not fits or not layout.made(vector):
             raise ValueError("this state was made with another AuditConfig, or by another version of rlk_audit")
 
     def reset(self) -> None:
