@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,21 +36,6 @@ SWEEP_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 
 
 Runs = dict[str, Callable[[], object]]
-
-
-def by_turns_of_ranks(variants: Runs, repeats: int = 1) -> dict[str, list[float]]:
-    """Return this rank's seconds a call of every round; every turn begins with all ranks together."""
-    taken: dict[str, list[float]] = {name: [] for name in variants}
-    order = random.Random(0)  # the same on every rank
-    for number in range(WARMUP + ROUNDS):
-        for name in order.sample(list(variants), len(variants)):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                variants[name]()
-            if number >= WARMUP:
-                taken[name].append((time.perf_counter() - start) / repeats)
-    return taken
 
 
 class SplitReduction:
@@ -107,7 +90,7 @@ def _own_batch(tokens: int) -> Batch:
 
 def audits() -> dict[str, list[float]]:
     """Time an audit's reduction and its parts beside a bare one, on one rank of the group."""
-    return by_turns_of_ranks(_audit_parts(_own_batch(TOKENS_A_RANK)), REPEATS)
+    return processes.by_turns(_audit_parts(_own_batch(TOKENS_A_RANK)), ROUNDS, WARMUP, REPEATS)
 
 
 def others() -> dict[str, list[float]]:
@@ -124,7 +107,7 @@ def others() -> dict[str, list[float]]:
     parts = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
     variants["gather of every abs(d)"] = lambda: dist.all_gather(parts, tokens)
     variants["gather of every abs(d), sorted"] = lambda: (dist.all_gather(parts, tokens), torch.cat(parts).sort())
-    return by_turns_of_ranks(variants)
+    return processes.by_turns(variants, ROUNDS, WARMUP)
 
 
 def _sync(metrics: TorchMetrics) -> None:
@@ -137,7 +120,7 @@ def sweep() -> dict[str, list[float]]:
     """Time a bare all-reduce by size, on one rank of the group."""
     buffers = {str(size): torch.zeros(size // 8, dtype=torch.int64) for size in SWEEP_BYTES}
     variants: Runs = {n: partial(dist.all_reduce, buffer) for n, buffer in buffers.items()}
-    return by_turns_of_ranks(variants, REPEATS)
+    return processes.by_turns(variants, ROUNDS, WARMUP, REPEATS)
 
 
 def whole_steps() -> dict[str, list[float]]:
@@ -148,7 +131,7 @@ def whole_steps() -> dict[str, list[float]]:
         variants[name] = partial(_audit_step, Collector(config), parts)
     metrics = TorchMetrics()
     variants["torchmetrics"] = partial(_torchmetrics_step, metrics, parts)
-    return by_turns_of_ranks(variants)
+    return processes.by_turns(variants, ROUNDS, WARMUP)
 
 
 def _audit_step(collector: Collector, parts: list[Batch]) -> None:

@@ -10,12 +10,12 @@ says what cannot be told from nothing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,20 +50,10 @@ def settings(args: argparse.Namespace, engines: tuple[str, ...]) -> dict[str, di
 def steps(rounds: int) -> dict[str, list[float]]:
     """Run the example's training on one rank; return the seconds of each kind of step, one a round."""
     with tempfile.TemporaryDirectory() as folder:
-        kinds = _kinds(Path(folder))
-        taken: dict[str, list[float]] = {name: [] for name in kinds}
-        order = random.Random(0)  # the same on every rank
-        for number in range(WARMUP + rounds):
-            for name in order.sample(list(kinds), len(kinds)):
-                dist.barrier()
-                start = time.perf_counter()
-                kinds[name](number)
-                if number >= WARMUP:
-                    taken[name].append(time.perf_counter() - start)
-        return taken
+        return processes.by_turns(_kinds(Path(folder)), rounds, WARMUP)
 
 
-def _kinds(folder: Path) -> dict[str, Callable[[int], None]]:
+def _kinds(folder: Path) -> dict[str, Callable[[], None]]:
     import grpo
     import train
     from rollout import ENGINES, RecordedPool
@@ -74,7 +64,7 @@ def _kinds(folder: Path) -> dict[str, Callable[[int], None]]:
     trainer = Trainer(args)
     rollouts = RecordedPool(args, trainer.score).generate(1)
     batch = grpo.build_batch(rollouts, grpo.advantages(rollouts))
-    kinds: dict[str, Callable[[int], None]] = {}
+    kinds: dict[str, Callable[[], None]] = {}
     for name in (OFF, OFF_AGAIN):
         kinds[name] = _step(trainer, batch, _registered("off", folder, {}), "off")
     for name, asked in settings(args, ENGINES).items():
@@ -94,7 +84,7 @@ def _registered(mode: str, folder: Path, asked: dict[str, Any]) -> Any:
     return register(args, config=default_audit(worst_k=4, **asked), sinks=sinks)
 
 
-def _step(trainer: Any, batch: dict[str, torch.Tensor], audit: Any, name: str) -> Callable[[int], None]:
+def _step(trainer: Any, batch: dict[str, torch.Tensor], audit: Any, name: str) -> Callable[[], None]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import train
@@ -104,9 +94,11 @@ def _step(trainer: Any, batch: dict[str, torch.Tensor], audit: Any, name: str) -
     step_func = audit.wrap_forward_step(partial(forward_step, partial(train.policy_loss, [observer])))
     schedule = audit.wrap_schedule(get_forward_backward_func())
 
-    def run(number: int) -> None:
+    numbers = itertools.count(1)
+
+    def run() -> None:
         trainer.train(schedule, step_func, batch)
-        audit.step_end(number + 1)
+        audit.step_end(next(numbers))
 
     return run
 

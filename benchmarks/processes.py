@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,6 +53,26 @@ def _run(rank: int, size: int, port: int, work: Callable[[], Any], folder: Path,
         print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     finally:
         os._exit(status)  # the parent's exit handlers are not this process's
+
+
+def by_turns(
+    variants: Mapping[str, Callable[[], object]], rounds: int, warmup: int, repeats: int = 1
+) -> dict[str, list[float]]:
+    """Return this rank's seconds a call of every round; every turn begins with all ranks together.
+
+    The order changes from round to round, and is the same on every rank.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in variants}
+    order = random.Random(0)
+    for number in range(warmup + rounds):
+        for name in order.sample(list(variants), len(variants)):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                variants[name]()
+            if number >= warmup:
+                taken[name].append((time.perf_counter() - start) / repeats)
+    return taken
 
 
 def slowest(rounds_of_ranks: list[Mapping[str, list[float]]]) -> dict[str, list[float]]:
