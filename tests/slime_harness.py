@@ -10,22 +10,40 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from oracle import Sample
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from rlk_audit.integrations import slime, vime
 
 BATCH_KEYS = (
     "tokens", "total_lengths", "response_lengths", "loss_masks", "log_probs", "advantages", "rollout_log_probs",
     "rollout_mask_sums", "max_seq_lens",
 )  # fmt: skip
 """What slime's train_one_step asks its iterator for: nothing that names a sample."""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No megatron, nothing that runs behind the tests, and a process's own audit made anew for each.
+
+    It is for every test of a module that imports it.
+    """
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    monkeypatch.setattr("atexit.register", lambda call: None)
+    monkeypatch.setattr("atexit.unregister", lambda call: None)
+    yield
+    slime._process_audit.cache_clear()
+    vime._process_audit.cache_clear()
 
 
 def arguments(**given: Any) -> Namespace:

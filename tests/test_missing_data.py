@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from slime_harness import Place, arguments, make_samples, rank_data
+from slime_harness import alone as alone
 
 from rlk_audit import AuditConfig, StepReport
 from rlk_audit.integrations import slime, vime
@@ -26,16 +25,6 @@ COLUMNS = (
     "micro_batch_indices", "num_microbatches", "sample_indices", "rollout_ids", "metadata",
 )  # fmt: skip
 NEEDED = ("train_log_probs", "loss_masks", "total_lengths", "response_lengths")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "megatron", None)
-    monkeypatch.setattr("atexit.register", lambda call: None)
-    monkeypatch.setattr("atexit.unregister", lambda call: None)
-    yield
-    slime._process_audit.cache_clear()
-    vime._process_audit.cache_clear()
 
 
 def spoilt(data: dict[str, Any], field: str, way: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from slime_harness import Place, Training, arguments, make_samples, rank_data, vanilla_tis
+from slime_harness import alone as alone
 
 from rlk_audit import AuditConfig, Collector, ConsistencyError, StepReport, TokenBatch
 from rlk_audit.integrations import slime, vime
@@ -25,17 +26,6 @@ BEGIN = "rlk_audit.integrations.{}.begin_rollout"
 TIS = "rlk_audit.integrations.{}.tis"
 PLACES = ("rank", "microbatch", "worst_rank", "worst_microbatch")
 """What depends on how the tokens were cut."""
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No megatron, nothing that runs behind the tests, and a process's own audit made anew for each."""
-    monkeypatch.setitem(sys.modules, "megatron", None)
-    monkeypatch.setattr("atexit.register", lambda call: None)
-    monkeypatch.setattr("atexit.unregister", lambda call: None)
-    yield
-    slime._process_audit.cache_clear()
-    vime._process_audit.cache_clear()
 
 
 @pytest.fixture
