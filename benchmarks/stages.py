@@ -34,7 +34,7 @@ BEFORE: Stages = {
 }
 AFTER: Stages = {
     "worst tokens": [(Collector, "_keep_worst")],
-    "merge": [(State, "merged"), (State, "copy_from"), (State, "clone")],
+    "merge": [(State, "add"), (State, "clone")],
 }
 REFERENCE_STAGES: Stages = {
     "classes": [(measure, "classify"), (measure, "_threshold_counts")],

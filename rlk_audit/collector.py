@@ -98,11 +98,10 @@ class Collector:
                 self._count("duplicate_microbatch")
                 return
             try:
-                merged = self._state.merged(self._measure(batch, microbatch), self._one_per_sample)
+                self._state.add(self._measure(batch, microbatch), self._one_per_sample)
             except Exception as error:  # whatever the data did, this rank must still reach the collective
                 self.mark_failed(str(error))
                 return
-            self._state.copy_from(merged)
         if microbatch is not None:
             self._microbatches.add(microbatch)
         if batch.refusal is not None:
@@ -153,7 +152,7 @@ class Collector:
         if other.layout.fingerprint != self.layout.fingerprint:
             raise ValueError("cannot merge collectors of different settings; make both from one AuditConfig")
         with torch.inference_mode(False), torch.no_grad():
-            self._state.copy_from(self._state.merged(other._state.to(self.device), self._one_per_sample))
+            self._state.add(other._state.to(self.device), self._one_per_sample)
         self._microbatches |= other._microbatches
 
     def merge_vector(self, vector: Tensor) -> None:
@@ -169,8 +168,7 @@ class Collector:
         if not self.layout.made(vector):
             raise ValueError("the vector was packed with other settings; make both from one AuditConfig")
         with torch.inference_mode(False), torch.no_grad():
-            other = State.of_vector(vector.to(self.device), self.layout)
-            self._state.copy_from(self._state.merged(other, self._one_per_sample))
+            self._state.add(State.of_vector(vector.to(self.device), self.layout), self._one_per_sample)
 
     def pack(self, group_rank: int = 0, group_size: int = 1, rank: int | None = None) -> Tensor:
         """Return the state as an int64 vector; the SUM of all ranks' vectors is the state of the group.
@@ -348,7 +346,8 @@ class Collector:
         else:
             counts["total"] += ((self._same_shape(batch, "valid", shape) != 0) | tokens.active).sum()
         for name, count in counts.items():
-            state.additive[COUNTER_INDEX[name]] += count
+            if isinstance(count, Tensor) or count:  # each addition is an operation on the device
+                state.additive[COUNTER_INDEX[name]] += count
         if batch.whole_slots is not None and self.config.samples_per_step is not None:
             slots = torch.as_tensor(batch.whole_slots, device=self.device).long()
             samples.add_seen(state.additive[self.layout.fields["samples"].slice], slots)

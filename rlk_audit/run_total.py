@@ -51,7 +51,10 @@ class RunTotal:
         with torch.inference_mode(False), torch.no_grad():
             step = State.of_vector(vector, StateLayout(self._step_config, group_size))
             step.additive = step.additive[: self._layout.additive_length].clone()
-            self._state = step if self._state is None else self._state.merged(step, worst_per_sample=False)
+            if self._state is None:
+                self._state = step
+            else:
+                self._state.add(step, worst_per_sample=False)
         self.steps += 1
 
     def report(self) -> StepReport | None:
@@ -67,7 +70,7 @@ class RunTotal:
         return {
             "steps": self.steps,
             "settings": self._settings(),
-            "state": None if self._state is None else [tensor.cpu() for tensor in self._state.tensors()],
+            "state": None if self._state is None else [tensor.clone().cpu() for tensor in self._state.tensors()],
         }
 
     def load_state_dict(self, values: Mapping[str, Any], device: torch.device) -> None:
@@ -86,7 +89,7 @@ class RunTotal:
         if saved is not None and _shapes(saved) != _shapes(empty):
             raise ValueError(f"the saved run total must hold {_shapes(empty)}, got {_shapes(saved)}")
         self.steps = int(values["steps"])
-        self._state = None if saved is None else saved.to(device)
+        self._state = None if saved is None else saved.clone().to(device)
 
     def _settings(self) -> dict[str, str]:
         agreed = self._step_config.agreed_values()

@@ -83,20 +83,18 @@ class State:
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(theirs)
 
-    def merged(self, other: State, worst_per_sample: bool) -> State:
-        """Return the state of both; neither changes."""
+    def add(self, other: State, worst_per_sample: bool) -> None:
+        """Take in another state, in place; the other stays as it is."""
+        # What may fail comes first, so that a failure leaves nothing half added.
+        worst = worst_rows(torch.cat([self.worst, other.worst]), len(self.worst), worst_per_sample)
         count = len(MINIMA)
-        lower = torch.minimum(self.extremes[:count], other.extremes[:count])
-        upper = torch.maximum(self.extremes[count:], other.extremes[count:])
-        return State(
-            self.additive + other.additive,
-            torch.cat([lower, upper]),
-            worst_rows(torch.cat([self.worst, other.worst]), len(self.worst), worst_per_sample),
-            self.flags | other.flags,
-            torch.stack(
-                [torch.minimum(self.updates[0], other.updates[0]), torch.maximum(self.updates[1], other.updates[1])]
-            ),
-        )
+        self.worst.copy_(worst)
+        self.additive += other.additive
+        self.extremes[:count].clamp_(max=other.extremes[:count])
+        self.extremes[count:].clamp_(min=other.extremes[count:])
+        self.flags |= other.flags
+        self.updates[0].clamp_(max=other.updates[0])
+        self.updates[1].clamp_(min=other.updates[1])
 
     def to(self, device: torch.device) -> State:
         """Return the state on a device."""

@@ -321,6 +321,22 @@ def test_a_run_may_be_resumed_once_without_its_audit() -> None:
     assert again.run_total().metrics["compared_token_count"] == 1
 
 
+def test_a_saved_run_is_of_its_time_whatever_comes_after() -> None:
+    auditor = Auditor()
+    auditor.update(**ONE)
+    auditor.step(1)
+    saved = auditor.state_dict()
+    again = Auditor()
+    again.load_state_dict(saved)
+    for run in (auditor, again):
+        run.update(**ONE)
+        run.step(2)
+        assert run.run_total().metrics["compared_token_count"] == 2
+    third = Auditor()
+    third.load_state_dict(saved)
+    assert third.run_total().metrics["compared_token_count"] == 1
+
+
 def test_a_damaged_state_is_refused_when_it_is_loaded() -> None:
     auditor = Auditor()
     auditor.update(**ONE)
