@@ -223,6 +223,6 @@ def _rank_label(files: Sequence[RankFile], spans: Sequence[tuple[range, range] |
         return str(files[0].rank)
     ranks = [str(files[0].rank)] * response
     for file, span in zip(files, spans, strict=True):
-        for token in (token for run in span or () for token in run):
-            ranks[token] = str(file.rank)
+        for run in span or ():
+            ranks[run.start : run.stop] = [str(file.rank)] * len(run)
     return ranks

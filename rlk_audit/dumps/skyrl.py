@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,8 +110,8 @@ def _load(path: Path) -> dict[str, Tensor]:
     if path.stat().st_size > MAX_FILE_BYTES:
         raise DumpError(f"the file must be at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
     with path.open("rb") as file, told_as("the file cannot be unpickled"):
-        names_in(file, path.stat().st_size)
-        file.seek(0)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pickled:
+            names_in(pickled)
         content = _Unpickler(file).load()
     state = content.get("state") if isinstance(content, _Batch) else None
     if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,8 @@ def has_keys(path: Path, *keys: str) -> bool:
     if not head.startswith(_ZIP_MAGIC):
         return False
     try:
-        text = _pickle_of(path)
+        with told_as("the file is cut off or damaged"), zipfile.ZipFile(path) as archive:
+            text = _pickle_of(archive)
     except DumpError:
         text = head
     return all(has_text(text, key) for key in keys)
@@ -48,36 +48,35 @@ def load(path: Path, options: ReadOptions) -> Any:
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise DumpError(f"the file must be at most {MAX_FILE_BYTES} bytes, got {size}")
-    _check_archive(path, size)
-    text = _pickle_of(path)
-    names = sorted(name for name in names_in(io.BytesIO(text), len(text)) if not _is_plain(name))
+    with told_as("the file is cut off or damaged"), zipfile.ZipFile(path) as archive:
+        _check_archive(archive, size)
+        pickled = _pickle_of(archive)
+    names = sorted(name for name in names_in(pickled) if not _is_plain(name))
     if names and not options.allow_pickle:
         raise DumpError(f"the file holds {names[0][:100]} beside tensors and plain values, and {CODE_IN_FILE}")
     with told_as("the file cannot be unpickled"):
         return torch.load(path, map_location="cpu", weights_only=not options.allow_pickle, mmap=True)
 
 
-def _check_archive(path: Path, size: int) -> None:
+def _check_archive(archive: zipfile.ZipFile, size: int) -> None:
     """Refuse archives that are damaged or would grow: what torch writes is never compressed."""
-    with told_as("the file is cut off or damaged"), zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise DumpError("the file has compressed entries, which torch.save does not write")
-        if sum(entry.file_size for entry in entries) > size:
-            raise DumpError("the entries of the file claim more bytes than it has")
-        damaged = archive.testzip()  # torch checks no checksums
-        if damaged is not None:
-            raise DumpError(f"the file is damaged: the checksum of its entry {damaged[-100:]!r} is wrong")
+    entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise DumpError("the file has compressed entries, which torch.save does not write")
+    if sum(entry.file_size for entry in entries) > size:
+        raise DumpError("the entries of the file claim more bytes than it has")
+    damaged = archive.testzip()  # torch checks no checksums
+    if damaged is not None:
+        raise DumpError(f"the file is damaged: the checksum of its entry {damaged[-100:]!r} is wrong")
 
 
-def _pickle_of(path: Path) -> bytes:
-    with told_as("the file is cut off or damaged"), zipfile.ZipFile(path) as archive:
-        entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
-        if len(entries) != 1:
-            raise DumpError("the file is an archive, but not one of torch.save")
-        if entries[0].file_size > MAX_PICKLE_BYTES:
-            raise DumpError(f"the pickle in the file must be at most {MAX_PICKLE_BYTES} bytes")
-        return archive.read(entries[0])
+def _pickle_of(archive: zipfile.ZipFile) -> bytes:
+    entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
+    if len(entries) != 1:
+        raise DumpError("the file is an archive, but not one of torch.save")
+    if entries[0].file_size > MAX_PICKLE_BYTES:
+        raise DumpError(f"the pickle in the file must be at most {MAX_PICKLE_BYTES} bytes")
+    return archive.read(entries[0])
 
 
 def _is_plain(name: str) -> bool:
