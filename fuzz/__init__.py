@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of what reads files of others; see targets.py."""
