@@ -262,11 +262,54 @@ def figures_of(audited: AuditedLoss, data: dict[str, Any], tokens: float = 1.0) 
     return audited(current, data=data, global_valid_seqs=1, global_valid_toks=torch.tensor(tokens))[1]
 
 
-@pytest.mark.parametrize("mode", ["audit", "strict"])
-def test_the_loss_takes_its_settings(mode: str) -> None:
-    metrics = figures_of(AuditedLoss(Loss(True), AuditConfig(mode=mode, prefix="drift/")), data_of(SAMPLES))
+def test_the_loss_takes_its_settings() -> None:
+    metrics = figures_of(AuditedLoss(Loss(True), AuditConfig(prefix="drift/")), data_of(SAMPLES))
     assert metrics["drift/abs_dlogp_sum"] == 0.0, "positional log-probabilities are those of the engine here"
     assert metrics["drift/compared_token_count"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"mode": "strict"}, "mode strict"),
+        ({"limits": {"abs_dlogp_p99": 0.1}}, "limits"),
+        ({"contract": "1", "expect_identical": True}, "a contract, expect_identical"),
+    ],
+)
+def test_what_needs_a_verdict_is_refused(settings: dict[str, Any], named: str) -> None:
+    """Kills: limits that nobody judges."""
+    with pytest.raises(ValueError, match=f"does not heed {named}; give them to an AuditedLogger"):
+        AuditedLoss(Loss(), AuditConfig(**settings))
+
+
+def test_what_the_environment_says_of_verdicts_is_for_the_logger(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RLK_AUDIT_MODE", "strict")
+    with caplog.at_level(logging.WARNING):
+        assert work(AuditedLoss(Loss()))[0] == work(Loss())[0]
+    assert [line for line in caplog.messages if "does not heed mode strict; an AuditedLogger does" in line]
+
+
+@pytest.mark.parametrize("places", range(5))
+@pytest.mark.parametrize("force", [False, True])
+def test_arguments_come_by_place_and_by_name(places: int, force: bool) -> None:
+    data = data_of(SAMPLES)
+    named = {"next_token_logprobs": data["generation_logprobs"][:, 1:], "data": data}
+    named |= {"global_valid_seqs": torch.tensor(10.0), "global_valid_toks": torch.tensor(4.0)}
+    by_place = list(named.values())[:places]
+    by_name = dict(list(named.items())[places:])
+    audited, plain = AuditedLoss(Loss(force)), Loss(force)
+    assert audited(*by_place, **by_name)[0] == plain(*by_place, **by_name)[0]
+    found = step_means(audited(*by_place, **by_name)[1])
+    expected = 0.0 if force else oracle.audit(expected_samples()).metrics["abs_dlogp_mean"]
+    assert found["rlk_audit/abs_dlogp_mean"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_wrong_call_is_the_losss_own_error(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'data'"):
+        AuditedLoss(Loss())(torch.zeros(1), global_valid_seqs=1, global_valid_toks=1)
+    assert any("data is missing" in line for line in caplog.messages)
 
 
 def test_a_mean_is_over_the_compared_tokens() -> None:

@@ -43,6 +43,8 @@ SUMS = {
 COMPARED = "compared_token_count"
 COUNTS = ("active_token_count", COMPARED, *(f"warning/{code}" for code in (*TOKEN_WARNINGS, "update_failed")))
 """Counts that it returns."""
+ARGUMENTS = ("next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks")
+"""The first arguments of a loss function; releases before 0.6 hand them over by place, the first as logits."""
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _STEP = re.compile(r"train_data_step([0-9]+)\.jsonl$")
 
@@ -57,17 +59,24 @@ class AuditedLoss:
     Args:
         loss_fn: the loss function, called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and what its
             ``input_type`` asks for.
-        config: the audit's settings; the environment of this process and a YAML file go before it.
+        config: the audit's settings; the environment of this process and a YAML file go before it. None that needs a
+            verdict: what those two say of verdicts is for the ``AuditedLogger``, and a line of the log says so.
 
     Raises:
         TypeError: ``loss_fn`` is no function.
-        ValueError, ImportError: a setting is wrong.
+        ValueError, ImportError: a setting is wrong, or needs a verdict.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], config: AuditConfig | None = None) -> None:
         refuse_no_function("loss_fn", loss_fn)
+        unheeded = _unheeded(as_config(config))
+        if unheeded:
+            raise ValueError(f"{unheeded}; give them to an AuditedLogger")
         self.loss_fn = loss_fn
         self.config = resolve_settings(None, as_config(config)).config
+        unheeded = _unheeded(self.config)
+        if unheeded:
+            logger.warning("%s; an AuditedLogger does", unheeded)
         self._collector: Collector | None = None
         self._told: set[str] = set()
 
@@ -92,20 +101,24 @@ class AuditedLoss:
             return named
         return named | {self.config.prefix + name: terms.NONE for name in (*SUMS, *COUNTS)}
 
-    def __call__(self, *args: Any, data: Mapping[str, Any], **given: Any) -> tuple[Any, dict[str, Any]]:
-        """Return what ``loss_fn`` returns, with the audit's figures among the metrics."""
-        current = args[0] if args else given.get("next_token_logprobs")
-        audited = self._figures(current, data)
-        loss, metrics = self.loss_fn(*args, data=data, **given)
+    def __call__(self, *args: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
+        """Return what ``loss_fn`` returns of these arguments, with the audit's figures among the metrics.
+
+        By place they are those of ARGUMENTS, in this order.
+        """
+        audited = self._figures(dict(zip(ARGUMENTS, args, strict=False)) | given)
+        loss, metrics = self.loss_fn(*args, **given)
         return loss, {**metrics, **audited}
 
-    def _figures(self, current: Tensor | None, data: Mapping[str, Any]) -> dict[str, float]:
+    def _figures(self, given: Mapping[str, Any]) -> dict[str, float]:
         if self.config.mode == "off":
             return {}
 
         def build() -> TokenBatch:
-            on_policy = getattr(self.loss_fn, "force_on_policy_ratio", False)
-            return sequences_batch(current if on_policy else needed(data, "prev_logprobs")[0][:, 1:], data)
+            (data,) = needed(given, "data")
+            if getattr(self.loss_fn, "force_on_policy_ratio", False):
+                return sequences_batch(needed(given, "next_token_logprobs")[0], data)
+            return sequences_batch(needed(data, "prev_logprobs")[0][:, 1:], data)
 
         report = self._measured(or_fault(build))
         self._tell(report)
@@ -132,6 +145,18 @@ class AuditedLoss:
             if code not in self._told:
                 self._told.add(code)
                 logger.warning("in a micro-batch of the loss %s=%s: %s", code, count, MEANINGS[code])
+
+
+def _unheeded(config: AuditConfig) -> str:
+    """Return a sentence on settings that need a verdict, which no micro-batch can have; empty where there are none."""
+    asked = {
+        "mode strict": config.mode == "strict",
+        "limits": config.limits,
+        "a contract": config.contract is not None,
+        "expect_identical": config.expect_identical,
+    }
+    named = ", ".join(name for name, given in asked.items() if given)
+    return named and f"AuditedLoss sees one micro-batch at a time and judges nothing, so it does not heed {named}"
 
 
 def step_means(metrics: Mapping[str, Any]) -> dict[str, Any]:
