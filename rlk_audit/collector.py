@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit import breakdowns, samples
-from rlk_audit.config import AuditConfig, as_config
+from rlk_audit.config import AuditConfig, as_config, differences
 from rlk_audit.kernels.choice import measure_for
 from rlk_audit.layout import COUNTER_INDEX, FLAGS, StateLayout, label_column
 from rlk_audit.measure import FlatTokens
@@ -148,10 +148,11 @@ class Collector:
         """Add another collector's state to this one; the other stays as it is.
 
         Raises:
-            ValueError: the two were made with different settings.
+            ValueError: the two differ in a setting that gives a state its meaning; the text names it.
         """
         if other.layout.fingerprint != self.layout.fingerprint:
-            raise ValueError("cannot merge collectors of different settings; make both from one AuditConfig")
+            told = differences(other.config.state_values(), self.config.state_values())
+            raise ValueError(f"cannot merge collectors of different settings: {told}")
         with torch.inference_mode(False), torch.no_grad():
             self._state.copy_from(self._state.merged(other._state.to(self.device), self._one_per_sample))
         self._microbatches |= other._microbatches
@@ -160,7 +161,7 @@ class Collector:
         """Add what ``pack()`` of a collector of the same settings gave, as when a step is taken up again.
 
         Raises:
-            ValueError: the vector has another length or dtype, or other settings.
+            ValueError: the vector has another length or dtype, or other settings of ``config.SETTINGS_OF_STATE``.
         """
         if vector.dtype != torch.int64 or vector.shape != (self.layout.length,):
             raise ValueError(
