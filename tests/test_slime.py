@@ -184,6 +184,39 @@ def test_labels_of_the_settings_are_looked_up_in_the_rollout() -> None:
     assert "missing_metadata" not in reported(audit).warnings
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+@pytest.mark.parametrize("by_tis_function", [False, True])
+def test_integers_of_a_label_index_its_names(kind: Any, by_tis_function: bool) -> None:
+    """Kills: engines that are given by number and count as unknown."""
+    audit = SlimeAudit(CONFIG)
+    codes = [sample.labels["engine"] for sample in SAMPLES]
+    data = rank_data(SAMPLES, Place()) | {"engine": kind(codes)}
+    if by_tis_function:
+        training = Training(by_tis(audit))
+        training.train_actor(0, data)
+        audit.begin_rollout(training.args, 1, rank_data([], Place()))
+    else:
+        audit.rollout_data_postprocess(arguments(), 0, data)
+    found = {bucket.name: bucket.compared_token_count for bucket in reported(audit).breakdowns["engine"]}
+    tokens = [sum(sum(s.mask) for s in SAMPLES if s.labels["engine"] == code) for code in (0, 1)]
+    compared = reported(audit).metrics["compared_token_count"]
+    assert found["unknown"] == 0
+    assert found["e0"] + found["e1"] == compared
+    assert 0 < found["e0"] <= tokens[0] and 0 < found["e1"] <= tokens[1]
+
+
+def test_undeclared_names_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    audit = SlimeAudit(CONFIG)
+    names = ["e0", None, -1, *(f"x{place}" for place in range(len(SAMPLES) - 3))]
+    for number in range(2):
+        data = rank_data(SAMPLES, Place()) | {"engine": names[number:] + names[:number]}
+        audit.rollout_data_postprocess(arguments(), number, data)
+    (told,) = [line for line in caplog.messages if "does not declare" in line]
+    assert told.startswith(
+        "samples have the engine x0, x1, x2, x3, x4, x5, x6, x7, which AuditConfig.breakdowns['engine']"
+    )
+
+
 # --- the policy loss --------------------------------------------------------------------------------------------------
 
 

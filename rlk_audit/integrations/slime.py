@@ -32,7 +32,7 @@ from rlk_audit.integrations.set_up import needed
 from rlk_audit.integrations.slime_samples import Rollout, Slices, refuse_unequal
 from rlk_audit.megatron_groups import ParallelGroups, resolve_groups
 from rlk_audit.megatron_plugin import MegatronAudit, register
-from rlk_audit.metadata import FIELDS, partition_metadata
+from rlk_audit.metadata import FIELDS, partition_metadata, undeclared_names
 from rlk_audit.places import Shard
 from rlk_audit.report import StepReport
 from rlk_audit.sinks.base import logged_values
@@ -53,6 +53,9 @@ TRACKERS = (
 """Modules whose ``log(args, metrics, step_key)`` writes to the trackers of the training, where they are loaded."""
 TOP_P_REPLAY = "rollout_top_p_token_ids"
 """The column with the tokens that the engine kept, over which the trainer renormalises too."""
+
+NAMES_SHOWN = 8
+"""Undeclared names of a label that its warning lists."""
 
 
 @dataclass(frozen=True)
@@ -249,10 +252,10 @@ class SlimeAudit:
         except Exception as error:
             self._warn(f"the trackers of the training took no report of the audit: {error}")
 
-    def _warn(self, sentence: str) -> None:
-        """Log once."""
-        if sentence not in self._told:
-            self._told.add(sentence)
+    def _warn(self, sentence: str, subject: str = "") -> None:
+        """Log once, a subject that may have many sentences too."""
+        if (subject or sentence) not in self._told:
+            self._told.add(subject or sentence)
             logger.warning("%s", sentence)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
@@ -304,9 +307,19 @@ class SlimeAudit:
             rollout.rows = {id(values): row for row, values in enumerate(rows) if values is not None}
             samples = range(len(lengths))
             (rollout.metadata,) = partition_metadata(named, [samples], (*FIELDS, *config.caller_labels))
+            self._tell_of_undeclared(rollout.metadata, config)
         except (ValueError, TypeError) as error:
             self._warn(f"what the rollout tells of its samples cannot be used: {error}")
         return rollout
+
+    def _tell_of_undeclared(self, metadata: Mapping[str, Any], config: AuditConfig) -> None:
+        for label, names in undeclared_names(metadata, config).items():
+            shown = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+            self._warn(
+                f"samples have the {label} {shown}, which AuditConfig.breakdowns[{label!r}] does not declare: "
+                "they count as unknown",
+                f"undeclared {label}",
+            )
 
     @staticmethod
     def _config_of(audit: MegatronAudit) -> AuditConfig | None:
