@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,21 @@ def test_the_plain_example_of_the_readme_prints_what_it_says(capsys: pytest.Capt
     assert f"```\n{capsys.readouterr().out}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_of_torchmetrics_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_examples_of_torchmetrics_print_what_they_say(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "docs" / "integrations.md"
-    (block,) = [block for block in blocks(path) if "print(" in block]
-    exec(block, {})
-    assert f"```\n{capsys.readouterr().out}```" in path.read_text(encoding="utf-8")
+    found = [block for block in blocks(path) if "print(" in block]
+    assert len(found) == 2
+    exec(found[number], {})
+    assert f"{found[number]}```\n\n```\n{capsys.readouterr().out}```" in path.read_text(encoding="utf-8")
+
+
+def test_the_arguments_of_the_torchmetrics_update_are_documented() -> None:
+    from rlk_audit.integrations.torchmetrics import DlogpAudit
+
+    (told,) = re.findall(r"What `update` takes\.\*\* (.*?)\n- ", sections_of_integrations()["torchmetrics"], re.DOTALL)
+    named = re.findall(r"[a-z_]+", " ".join(re.findall(r"`([a-z_,\s]+)`", told)))
+    assert named == [name for name in inspect.signature(DlogpAudit.update).parameters if name != "self"]
 
 
 def test_every_metric_and_warning_is_documented() -> None:

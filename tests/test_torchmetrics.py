@@ -278,6 +278,15 @@ def test_limits_are_judged() -> None:
     assert metric.compute()["rlk_audit/verdict/abs_dlogp_max"].item() == 1.0
 
 
+@pytest.mark.parametrize("rollout", [None, torch.full((2,), torch.nan)])
+def test_nothing_compared_passes_nothing(rollout: torch.Tensor | None) -> None:
+    metric = DlogpAudit(AuditConfig(limits={"abs_dlogp_max": 0.1}))
+    metric.update(torch.zeros(2), rollout, torch.ones(2))
+    values = metric.compute()
+    assert values["rlk_audit/verdict/all"].item() == 0.0
+    assert values["rlk_audit/verdict/abs_dlogp_max"].isnan()
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

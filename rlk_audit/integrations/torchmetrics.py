@@ -59,7 +59,8 @@ class DlogpAudit(Metric):
 
     ``compute`` returns every metric of a StepReport by its key, as a float64 scalar; NaN where there is nothing to say.
     ``report`` then holds the report with its worst tokens, breakdowns and verdict. With limits there are also
-    ``verdict/all`` and ``verdict/<metric>``: 1 for a pass, 0 for a failure, NaN where the metric has no data.
+    ``verdict/all`` and ``verdict/<metric>``: 1 for a pass, 0 for a failure. A metric without data has the verdict NaN;
+    ``verdict/all`` is 0 where nothing was compared, since that passes nothing.
 
     Args:
         config: the audit's settings; ``lag`` has no meaning here.
