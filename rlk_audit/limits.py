@@ -263,7 +263,7 @@ def _look_first(report: StepReport) -> str:
     if not report.metrics["compared_token_count"]:
         return "the mask, and whether the engine returns log-probabilities"
     if any(classes[name] for name in ("rollout_nan", "rollout_neginf", "rollout_missing", "rollout_sentinel")):
-        return "the rollout engine: it returned values that are no log-probabilities"
+        return "the rollout engine: it returned no values, or some that are no log-probabilities"
     if any(classes[name] for name in ("train_nan", "train_neginf", "train_sentinel")):
         return "the training forward: its logits, and filters such as top-p that drop sampled tokens"
     return "the labels and ranks of the worst tokens (stale weights?), then temperature, mask and shift, then precision"
