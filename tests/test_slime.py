@@ -18,6 +18,8 @@ from slime_harness import alone as alone
 from rlk_audit import AuditConfig, Collector, ConsistencyError, StepReport, TokenBatch
 from rlk_audit.integrations import slime, vime
 from rlk_audit.integrations.slime import SlimeAudit
+from rlk_audit.integrations.slime_samples import Slices
+from rlk_audit.places import Shard
 
 SAMPLES = make_samples(11)
 CONFIG = AuditConfig(breakdowns={"engine": ("e0", "e1"), "position": "auto"}, samples_per_step=16, worst_k=8)
@@ -136,13 +138,61 @@ def test_without_recomputed_log_probs_it_says_why(caplog: pytest.LogCaptureFixtu
 def test_odd_data_is_counted_and_never_raised() -> None:
     audit = SlimeAudit()
     data = rank_data(SAMPLES, Place(), micro_batch=2)
-    data["loss_masks"][0] = data["loss_masks"][0][:-1]
+    data["loss_masks"][0] = None
     data["metadata"] = [None, 5]
     audit.rollout_data_postprocess(arguments(), 0, data)
     report = reported(audit)
     assert report.metrics["warning/update_failed"] == 1
     assert not report.complete
     assert report.metrics["active_token_count"] == sum(sum(s.mask) for s in SAMPLES[2:])
+
+
+COLUMNS = ("log_probs", "rollout_log_probs", "loss_masks", "tokens")
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 20])
+@pytest.mark.parametrize("short", COLUMNS)
+def test_a_sample_of_unequal_arrays_is_refused_alone(
+    short: str, micro_batch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ``TokenBatch.from_lists`` does. Kills: one short row that costs its micro-batch, or the whole rollout."""
+    audit = SlimeAudit(CONFIG)
+    data = rank_data(SAMPLES, Place(), micro_batch=micro_batch)
+    for row in (2, 5):
+        data[short][row] = data[short][row][:-1]
+    audit.rollout_data_postprocess(arguments(), 0, data)
+    report = reported(audit)
+    rows = [sample for row, sample in enumerate(SAMPLES) if row not in (2, 5)]
+    expected = Collector(CONFIG)
+    columns = [[torch.tensor(getattr(s, side)) for s in SAMPLES] for side in ("train", "rollout", "mask", "token_ids")]
+    cut = columns[{"log_probs": 0, "rollout_log_probs": 1, "loss_masks": 2, "tokens": 3}[short]]
+    for row in (2, 5):
+        cut[row] = cut[row][:-1]
+    labels = {"engine": [s.labels["engine"] for s in SAMPLES]}
+    ids = {name: [getattr(s, name) for s in SAMPLES] for name in ("sample_index", "rollout_id")}
+    slots = [s.slot for s in SAMPLES]
+    expected.update(TokenBatch.from_lists(*columns[:3], token_ids=columns[3], labels=labels, sample_slot=slots, **ids))
+    assert plain(report) == plain(expected.compute())
+    assert report.warnings["length_mismatch"] == 2
+    assert report.complete
+    assert report.metrics["abs_dlogp_max"] == oracle.audit(rows).metrics["abs_dlogp_max"]
+    assert any(f"sample_index {SAMPLES[2].sample_index} is refused" in line for line in caplog.messages)
+
+
+def test_a_rollout_of_refused_samples_alone_compares_nothing() -> None:
+    audit = SlimeAudit(CONFIG)
+    data = rank_data(SAMPLES[:2], Place())
+    data["log_probs"] = [values[:-1] for values in data["log_probs"]]
+    audit.rollout_data_postprocess(arguments(), 0, data)
+    assert reported(audit).warnings == {"length_mismatch": 2, "nothing_compared": 1}
+
+
+def test_a_short_piece_of_a_sample_that_is_cut_fails_its_micro_batch() -> None:
+    """The other ranks count their pieces of it, so that it cannot be refused whole."""
+    whole = torch.zeros(8)
+    slices = Slices([whole[:3]], [whole[:4]], [whole], [8], [8])
+    with pytest.raises(ValueError, match="the piece of sample 0 on this context-parallel rank must have one length"):
+        slices.batch(Shard(0, 2, "zigzag"))
 
 
 def test_rollout_log_probs_that_are_not_there_are_missing() -> None:
