@@ -103,6 +103,23 @@ def test_the_imports_of_an_integration_run(section: str) -> None:
             pytest.skip(str(error))
 
 
+def test_a_module_for_slime_is_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime_harness import Place, Training, arguments, make_samples, rank_data
+
+    monkeypatch.setattr("atexit.register", lambda call: None)
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in blocks(ROOT / "docs" / "integrations.md") if "SlimeAudit(" in block]
+    module: dict[str, Any] = {}
+    exec(block, module)
+    options = {"rollout_data_postprocess_path": module["begin_rollout"], "custom_tis_function_path": module["tis"]}
+    training = Training(arguments(use_tis=True, **options))
+    for number in range(2):
+        training.train_actor(number, rank_data(make_samples(5), Place()))
+    module["audit"].audit.close()
+    assert len((tmp_path / "audit.jsonl").read_text().splitlines()) == 2  # a step, and the run
+    assert module["audit"].report.verdict.passed
+
+
 def test_what_is_on_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of integrations, where their packages are not needed."""
     from types import SimpleNamespace

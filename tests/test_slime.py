@@ -364,6 +364,36 @@ def test_a_tis_function_beside_the_other_hook_is_refused() -> None:
         Training(arguments(custom_tis_function_path=audit.tis, use_tis=True)).train_actor(0, data)
 
 
+@pytest.mark.parametrize("module", [slime, vime])
+@pytest.mark.parametrize("first", ["rollout_data_postprocess", "begin_rollout"])
+def test_two_hooks_of_one_audit_are_refused(module: Any, first: str) -> None:
+    """Kills: a run's total in which each token is twice."""
+    args, data = arguments(rlk_consistency="audit"), rank_data(SAMPLES, Place())
+    hooks = {name: getattr(module, name) for name in ("rollout_data_postprocess", "begin_rollout")}
+    hooks.pop(first)(args, 0, data)
+    (other,) = hooks.values()
+    with pytest.raises(
+        RuntimeError, match="which would count each token twice: name one of them, or make a SlimeAudit"
+    ):
+        other(args, 0, data)
+
+
+def test_an_audit_for_each_hook_counts_each_token_once() -> None:
+    old, current = SlimeAudit(), SlimeAudit()
+    training = Training(by_tis(current))
+    for number in range(2):
+        data = rank_data(SAMPLES, Place())
+        old.rollout_data_postprocess(training.args, number, data)
+        training.train_actor(number, data)
+    current.begin_rollout(training.args, 2, rank_data([], Place()))
+    for audit, prefix in ((old, "rlk_audit/"), (current, "rlk_audit_current/")):
+        assert audit.audit is not None and audit.audit.auditor is not None
+        total = audit.audit.auditor.run_total()
+        assert total is not None
+        assert total.metrics["active_token_count"] == 2 * sum(sum(s.mask) for s in SAMPLES)
+        assert reported(audit).prefix == prefix
+
+
 def test_micro_batches_of_equal_lengths_count_each() -> None:
     alike = [oracle.Sample([-1.0, -2.0], [-1.0 - 0.1 * i, -2.0], [1, 1], prompt_length=1, slot=i) for i in range(4)]
     audit = SlimeAudit(AuditConfig())

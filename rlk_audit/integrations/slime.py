@@ -10,7 +10,7 @@ Where the training forward alone has them, and in miles:
     --rollout-data-postprocess-path rlk_audit.integrations.slime.begin_rollout
 
 slime knows functions by their names, so one ``SlimeAudit`` serves the process. A module of yours may make another, with
-settings in code, and name its methods in the same options.
+settings in code, and give names to its methods: slime imports all of an option's path but its last part.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class SlimeAudit:
         self._dialect = dialect or Dialect()
         self._options = options
         self._groups = ParallelGroups()
+        self._forward = ""
         self._open: Rollout | None = None
         self._told: set[str] = set()
 
@@ -112,6 +113,7 @@ class SlimeAudit:
 
         Raises:
             ConsistencyError: the mode is ``strict`` and the rollout failed its verdict.
+            RuntimeError: ``begin_rollout`` was called before.
             TypeError: ``rollout_id`` is no integer.
             LayoutMismatchError, ValueError, ImportError, OSError: as ``register``, at the first call.
         """
@@ -133,6 +135,7 @@ class SlimeAudit:
 
         Raises:
             ConsistencyError: the mode is ``strict`` and the rollout before failed its verdict.
+            RuntimeError: ``rollout_data_postprocess`` was called before.
             TypeError: ``rollout_id`` is no integer.
             LayoutMismatchError, ValueError, ImportError, OSError: as ``register``, at the first call.
         """
@@ -204,6 +207,12 @@ class SlimeAudit:
     # --- set-up and end of a step -------------------------------------------------------------------------------------
 
     def _registered(self, args: Any, data: Mapping[str, Any], forward: str) -> MegatronAudit:
+        if self._forward not in ("", forward):
+            raise RuntimeError(
+                "rollout_data_postprocess and begin_rollout came to one audit, which would count each token twice: "
+                "name one of them, or make a SlimeAudit for each"
+            )
+        self._forward = forward
         if self.audit is None:
             self._groups = resolve_groups()
             try:
