@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlk_audit.config import AuditConfig, Bound
-from rlk_audit.finding import NOTHING_TO_CHECK
 from rlk_audit.report import StepReport, metric_names
 from rlk_audit.verdict import FAIL, NO_DATA, PASS, PENDING, LimitResult, Verdict
 
@@ -248,7 +247,7 @@ def failure_message(report: StepReport) -> str:
             f"worst token: sample {worst.sample_index}, position {worst.token_position}, rank {worst.rank}{labels}, "
             f"train {worst.train_logp:.6g}, rollout {worst.rollout_logp:.6g}"
         )
-    causes = [finding for finding in report.findings if finding.check_first != NOTHING_TO_CHECK]
+    causes = [finding for finding in report.findings if finding.names_cause]
     if causes:
         parts.append(f"likely cause: {causes[0]}")
     else:
