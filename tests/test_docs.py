@@ -35,6 +35,24 @@ def test_the_plain_example_of_the_readme_prints_what_it_says(capsys: pytest.Capt
     assert f"```\n{capsys.readouterr().out}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_readme_says_what_a_command_needs_before_it_shows_one() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.index("pip install '.[report]'") < text.index("```bash\nrlk-audit")
+
+
+def test_the_readme_says_of_numba_what_was_measured() -> None:
+    """Ratios of the reference path to numba's, over the sizes of docs/benchmarks.md."""
+    (row,) = re.findall(
+        r"^\| rlk_audit reference: update \|(.*1\.00.*)$",
+        (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    measured = [float(cell) for cell in row.split("|")[2::3]]
+    (told,) = re.findall(r"(\d+) to (\d+) times faster", " ".join((ROOT / "README.md").read_text("utf-8").split()))
+    assert len(measured) == 3
+    assert [round(min(measured)), round(max(measured))] == [int(number) for number in told]
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_examples_of_torchmetrics_print_what_they_say(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "docs" / "integrations.md"
