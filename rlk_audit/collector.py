@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlk_audit import breakdowns, samples
-from rlk_audit.config import AuditConfig, as_config
+from rlk_audit.config import AuditConfig, as_config, differences
 from rlk_audit.kernels.choice import measure_for
 from rlk_audit.layout import COUNTER_INDEX, FLAGS, StateLayout, label_column
 from rlk_audit.measure import FlatTokens
@@ -25,7 +25,9 @@ from rlk_audit.worst import abs_dlogp_of_rows, kth_largest_bound, select_worst
 logger = logging.getLogger(__name__)
 
 ERROR_INTERVAL = 100
-"""Steps in which failed updates are logged once."""
+"""Steps in which a reason why an update failed, or a sample was refused, is logged once."""
+ERROR_SENTENCES = 8
+"""Different reasons that are logged in them: some name a sample, so that each is another."""
 
 _PER_TOKEN = ("token_position", "token_ids", "rollout_token_ids")
 """Ids that are a token's own; the others, and labels, are often one value a sample."""
@@ -61,6 +63,7 @@ class Collector:
         self._microbatches: set[int] = set()
         self._expected_active = 0
         self._silent_steps = 0
+        self._told: set[str] = set()
 
     def update(
         self,
@@ -141,16 +144,19 @@ class Collector:
         self._microbatches.clear()
         self._expected_active = 0
         self._silent_steps = max(self._silent_steps - 1, 0)
+        if not self._silent_steps:
+            self._told.clear()
         self.last_error = None
 
     def merge(self, other: Collector) -> None:
         """Add another collector's state to this one; the other stays as it is.
 
         Raises:
-            ValueError: the two were made with different settings.
+            ValueError: the two differ in a setting that gives a state its meaning; the text names it.
         """
         if other.layout.fingerprint != self.layout.fingerprint:
-            raise ValueError("cannot merge collectors of different settings; make both from one AuditConfig")
+            told = differences(other.config.state_values(), self.config.state_values())
+            raise ValueError(f"cannot merge collectors of different settings: {told}")
         with torch.inference_mode(False), torch.no_grad():
             self._state.add(other._state.to(self.device), self._one_per_sample)
         self._microbatches |= other._microbatches
@@ -159,7 +165,7 @@ class Collector:
         """Add what ``pack()`` of a collector of the same settings gave, as when a step is taken up again.
 
         Raises:
-            ValueError: the vector has another length or dtype, or other settings.
+            ValueError: the vector has another length or dtype, or other settings of ``config.SETTINGS_OF_STATE``.
         """
         if vector.dtype != torch.int64 or vector.shape != (self.layout.length,):
             raise ValueError(
@@ -196,11 +202,14 @@ class Collector:
         self._state.additive[COUNTER_INDEX[counter]] += 1
 
     def _tell(self, sentence: str) -> None:
-        """Keep the sentence, and log it unless one was logged in the last ERROR_INTERVAL steps."""
+        """Keep the sentence, and log it once in ERROR_INTERVAL steps, as one of ERROR_SENTENCES at most."""
         self.last_error = sentence
-        if not self._silent_steps:
-            logger.warning("%s", sentence)
-            self._silent_steps = ERROR_INTERVAL
+        if sentence in self._told or len(self._told) == ERROR_SENTENCES:
+            return
+        self._told.add(sentence)
+        self._silent_steps = self._silent_steps or ERROR_INTERVAL
+        silent = len(self._told) == ERROR_SENTENCES
+        logger.warning("%s%s", sentence, "; other reasons are not logged in these steps any more" if silent else "")
 
     def as_batch(
         self,

@@ -35,6 +35,19 @@ Bound = float | str
 DEFAULT_QUANTILES = ("0.5", "0.9", "0.99", "0.999")
 MAX_WORST_K = 64
 
+SETTINGS_OF_STATE = (
+    "eps_low",
+    "eps_high",
+    "grouping_power",
+    "worst_k",
+    "worst_per_sample",
+    "breakdowns",
+    "samples_per_step",
+    "sentinel_floor",
+    "positive_tolerance",
+)
+"""Settings that give a state its meaning; the others say what is made of it, and may change between two runs."""
+
 CONFIDENCE_EDGES = (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
 _LAST_POSITION_POWER = 16
 POSITION_BUCKETS = (
@@ -215,10 +228,20 @@ class AuditConfig:
         """Return field name -> canonical text of everything that all ranks must agree on."""
         return dict(self._agreed_values)
 
+    def state_values(self) -> dict[str, str]:
+        """Return field name -> canonical text of SETTINGS_OF_STATE: a state is added to one of the same alone."""
+        return {name: self._agreed_values[name] for name in SETTINGS_OF_STATE}
+
     @functools.cached_property
     def _agreed_values(self) -> dict[str, str]:
         """What ``agreed_values`` returns: nothing here changes, and every pack of a state needs it."""
         return {name: json.dumps(value) for name, value in self.to_dict().items() if name not in ("metadata", "kernel")}
+
+
+def differences(saved: Mapping[str, Any], own: Mapping[str, str]) -> str:
+    """Return which values differ, as ``eps_low was 0.2, is 0.1``; empty where none does."""
+    other = [name for name in own if saved.get(name) != own[name]]
+    return ", ".join(f"{name} was {saved.get(name)}, is {own[name]}" for name in other)
 
 
 def as_config(config: AuditConfig | None) -> AuditConfig:

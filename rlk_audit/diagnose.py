@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from rlk_audit.finding import NOTHING_TO_CHECK
+from rlk_audit.finding import HEALTHY, NOTHING_TO_CHECK, TOO_FEW
 from rlk_audit.finding import Finding as Finding
 from rlk_audit.report import StepReport
 from rlk_audit.signatures.labels import by_label, stray_codes
@@ -22,7 +22,7 @@ from rlk_audit.signatures.signal import MIN_TOKENS, Signal, Value, drift, logit_
 from rlk_audit.signatures.tokens import rounded, self_comparison, synthetic_end, train_filter, zero_fill
 from rlk_audit.token_table import TokenTable as TokenTable
 
-HEALTHY, NOTHING, TOO_FEW = "healthy", "nothing_compared", "too_few_tokens"
+NOTHING = "nothing_compared"
 
 LEAST_STRENGTH = 0.01
 """What is found has at least this strength: rounding and filters matter also beside a large drift."""

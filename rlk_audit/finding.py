@@ -10,6 +10,8 @@ from typing import Any
 Value = float | int | str
 NOTHING_TO_CHECK = "nothing"
 """``check_first`` of a finding that is no fault."""
+HEALTHY, TOO_FEW = "healthy", "too_few_tokens"
+"""Codes of findings that name no cause."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,19 @@ class Finding:
     check_first: str
     summary: str
 
+    @property
+    def names_cause(self) -> bool:
+        """Whether it says what made the drift."""
+        return self.code not in (HEALTHY, TOO_FEW)
+
+    @property
+    def advice(self) -> str:
+        """The summary and, where something is to be checked, what."""
+        nothing = self.check_first == NOTHING_TO_CHECK
+        return self.summary if nothing else f"{self.summary}; check {self.check_first}"
+
     def __str__(self) -> str:
-        return f"{self.code} ({self.strength:.0%}): {self.summary}; check {self.check_first}"
+        return f"{self.code} ({self.strength:.0%}): {self.advice}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; NaN and infinities are None."""

@@ -127,7 +127,7 @@ class StateLayout:
         additive_length: their length in all, in int64; it does not depend on the group.
         row_length, group_size: the rows behind them.
         length: of the whole vector; it never depends on the data.
-        fingerprint: int64 hash of all of the above and of every setting that gives the numbers their meaning.
+        fingerprint: int64 hash of all of the above and of the settings that give the numbers their meaning.
 
     Raises:
         ValueError: the vector would be larger than ``config.max_state_bytes``; the text lists its parts.
@@ -164,7 +164,7 @@ class StateLayout:
         return slice(start, start + self.row_length)
 
     def made(self, vector: Tensor) -> bool:
-        """Return whether a vector [length] was packed with this configuration; reads its fingerprint on the host."""
+        """Return whether a vector [length] was packed with this layout; reads its fingerprint on the host."""
         return int(vector[self.row_slice(0)][ROW_HEADER.index("fingerprint")]) == self.fingerprint
 
     def size_table(self) -> dict[str, int]:
@@ -181,7 +181,7 @@ class StateLayout:
     def _fingerprint(self) -> int:
         meaning = {
             "version": __version__,
-            "settings": self.config.agreed_values(),
+            "settings": self.config.state_values(),
             "group_size": self.group_size,
             "fields": [[f.name, f.offset, f.length] for f in self.fields.values()],
             "counters": COUNTERS,

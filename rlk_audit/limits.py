@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlk_audit.config import AuditConfig, Bound
-from rlk_audit.finding import NOTHING_TO_CHECK
 from rlk_audit.report import StepReport, metric_names
 from rlk_audit.verdict import FAIL, NO_DATA, PASS, PENDING, LimitResult, Verdict
 
@@ -248,7 +247,7 @@ def failure_message(report: StepReport) -> str:
             f"worst token: sample {worst.sample_index}, position {worst.token_position}, rank {worst.rank}{labels}, "
             f"train {worst.train_logp:.6g}, rollout {worst.rollout_logp:.6g}"
         )
-    causes = [finding for finding in report.findings if finding.check_first != NOTHING_TO_CHECK]
+    causes = [finding for finding in report.findings if finding.names_cause]
     if causes:
         parts.append(f"likely cause: {causes[0]}")
     else:
@@ -263,7 +262,7 @@ def _look_first(report: StepReport) -> str:
     if not report.metrics["compared_token_count"]:
         return "the mask, and whether the engine returns log-probabilities"
     if any(classes[name] for name in ("rollout_nan", "rollout_neginf", "rollout_missing", "rollout_sentinel")):
-        return "the rollout engine: it returned values that are no log-probabilities"
+        return "the rollout engine: it returned no values, or some that are no log-probabilities"
     if any(classes[name] for name in ("train_nan", "train_neginf", "train_sentinel")):
         return "the training forward: its logits, and filters such as top-p that drop sampled tokens"
     return "the labels and ranks of the worst tokens (stale weights?), then temperature, mask and shift, then precision"

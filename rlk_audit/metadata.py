@@ -14,7 +14,7 @@ begins with ``rlk_audit_``. Nothing here changes what it is given.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,8 +105,9 @@ def batch_fields(
 
     Args:
         metadata: columns under the audit's keys, as ``partition_metadata`` returns them; other keys are ignored.
-        config: its ``breakdowns`` name the labels and their codes, which are matched as texts; ``weight_lag``, if it
-            has no column of its own, is ``updates_since_rollout``.
+        config: its ``breakdowns`` name the labels and their codes. A text is the code of that name; a whole number is
+            a code itself, unless a declared name is a whole number: then it is matched by its digits. ``weight_lag``,
+            if it has no column of its own, is ``updates_since_rollout``.
         trainer_version: weight version that scores. Without it ``updates_since_rollout`` is left out. Of a sample that
             several versions wrote, the oldest counts, so that 0 is never claimed of a mixed one.
         per_row: give the tensors a last axis of 1.
@@ -132,8 +133,8 @@ def batch_fields(
     for name in config.caller_labels:
         given = _label_values(metadata, name, trainer_version)
         if given is not None:
-            codes = {code: place for place, code in enumerate(config.breakdowns[name])}
-            labels[name] = tensor([_code(value, codes) for value in given])
+            codes = _codes(config.breakdowns[name])
+            labels[name] = tensor([codes(value) for value in given])
     return {name: tensor(values) for name, values in ids.items()} | {"labels": labels}
 
 
@@ -145,11 +146,30 @@ def missing_fields(
     Asked for are the labels of ``config.breakdowns`` and ``required``. A label that is absent altogether sets the
     step's ``missing_metadata`` by itself; one that only some samples lack, or a required field that is no label, does
     so by ``if missing_fields(...): collector.flag("missing_metadata")``. A name that is given but not declared is
-    unknown, not missing.
+    unknown, not missing: see ``undeclared_names``.
     """
     asked = dict.fromkeys((*config.caller_labels, *required))
     found = {name: _label_values(metadata, name, trainer_version) for name in asked}
     return tuple(name for name, values in found.items() if values is None or any(value is None for value in values))
+
+
+def undeclared_names(
+    metadata: Metadata, config: AuditConfig, trainer_version: int | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Return label -> what its samples have and ``config.breakdowns`` does not declare, so that it counts as unknown.
+
+    A label without such values has no key. None and -1 mean unknown, and are none of them.
+    """
+    undeclared = {}
+    for name in config.caller_labels:
+        codes = _codes(config.breakdowns[name])
+        values = [
+            value for value in _label_values(metadata, name, trainer_version) or () if value not in (None, UNKNOWN)
+        ]
+        told = dict.fromkeys(str(value) for value in values if codes(value) == UNKNOWN)
+        if told:
+            undeclared[name] = tuple(told)
+    return undeclared
 
 
 # --- columns --------------------------------------------------------------------------------------------------------
@@ -231,11 +251,19 @@ def _integer(value: Any) -> int:
     return value if known else UNKNOWN
 
 
-def _code(value: Any, codes: Mapping[str, int]) -> int:
-    """Return the code of a label's value by its text; a whole number is matched by its digits."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return UNKNOWN if value is None else codes.get(str(value), UNKNOWN)
+def _codes(names: Sequence[str]) -> Callable[[Any], int]:
+    """Return what gives the code of a label's value; a number is a code itself, where no name could be meant by it."""
+    by_name = {name: code for code, name in enumerate(names)}
+    are_numbers = any(map(str.isdecimal, names))
+
+    def code(value: Any) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, int) and not isinstance(value, bool) and not are_numbers:
+            return value if 0 <= value < len(names) else UNKNOWN
+        return UNKNOWN if value is None else by_name.get(str(value), UNKNOWN)
+
+    return code
 
 
 def _oldest_version(value: Any) -> int:

@@ -9,22 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlk_audit.config import AuditConfig
+from rlk_audit.config import AuditConfig, differences
 from rlk_audit.layout import StateLayout
 from rlk_audit.report import StepReport
 from rlk_audit.state import State
-
-SETTINGS_OF_STATE = (
-    "eps_low",
-    "eps_high",
-    "grouping_power",
-    "worst_k",
-    "worst_per_sample",
-    "breakdowns",
-    "sentinel_floor",
-    "positive_tolerance",
-)
-"""Settings that give a state its meaning; a run may be continued only under the same."""
 
 
 def _shapes(state: State) -> list[tuple[torch.dtype, tuple[int, ...]]]:
@@ -79,10 +67,8 @@ class RunTotal:
         Raises:
             ValueError: the run was made with other settings, which the text names, or the state is damaged.
         """
-        settings = self._settings()
-        other = [name for name in settings if values["settings"].get(name) != settings[name]]
-        if other:
-            told = ", ".join(f"{name} was {values['settings'].get(name)}, is {settings[name]}" for name in other)
+        told = differences(values["settings"], self._settings())
+        if told:
             raise ValueError(f"the saved run total was made with other settings: {told}")
         empty = State.empty(self._layout, torch.device("cpu"))
         saved = None if values["state"] is None else State(*values["state"])
@@ -92,5 +78,5 @@ class RunTotal:
         self._state = None if saved is None else saved.clone().to(device)
 
     def _settings(self) -> dict[str, str]:
-        agreed = self._step_config.agreed_values()
-        return {name: agreed[name] for name in SETTINGS_OF_STATE}
+        # The total has no table of samples, whatever its steps had.
+        return {n: value for n, value in self._step_config.state_values().items() if n != "samples_per_step"}

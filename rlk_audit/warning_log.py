@@ -17,7 +17,7 @@ MEANINGS = {
     "rollout_missing": "tokens without a rollout log-probability; does the engine return one for every sampled token?",
     "rollout_sentinel": "rollout log-probabilities are an engine's placeholder, such as -9999; look at the engine",
     "train_sentinel": "train log-probabilities are a masked logit's minimum; the trainer masks sampled tokens",
-    "rollout_nan": "rollout log-probabilities are NaN; the engine's logits are broken",
+    "rollout_nan": "rollout log-probabilities are NaN: broken logits of the engine, or made NaN of a missing value",
     "rollout_neginf": "rollout log-probabilities are -inf: tokens that their own engine holds impossible",
     "train_nan": "train log-probabilities are NaN; look at the training forward's logits",
     "train_neginf": "train log-probabilities are -inf; the trainer's filter (top-p, top-k) drops sampled tokens",

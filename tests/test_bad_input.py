@@ -16,6 +16,7 @@ from oracle import Sample, audit
 from strategies import assert_reports, bits, collect, observe, reduce, without_layout
 
 from rlk_audit import AuditConfig, Collector, StepReport, TokenBatch
+from rlk_audit.collector import ERROR_INTERVAL, ERROR_SENTENCES
 
 T = [-0.5, -1.0, -2.0, -0.25]
 R = [-0.5, -1.25, -1.5, -0.25]
@@ -162,6 +163,29 @@ def test_the_sentence_is_forgotten_with_the_step() -> None:
     collector = collect(FAULTS["integer train"][0])
     collector.reset()
     assert collector.last_error is None and collector.compute().complete is True
+
+
+def test_each_reason_is_logged_once_an_interval(caplog: pytest.LogCaptureFixture) -> None:
+    """Kills: the second fault of a run, which the first one's silence hides."""
+    collector = Collector(AuditConfig())
+    for step in range(ERROR_INTERVAL + 1):
+        collector.update(torch.zeros(2), torch.zeros(3), torch.ones(2))
+        if step == ERROR_INTERVAL // 2:
+            collector.mark_failed("response_lengths is missing")
+        collector.reset()
+    shape = [line for line in caplog.messages if "got (3,)" in line]
+    column = [line for line in caplog.messages if "response_lengths is missing" in line]
+    assert (len(shape), len(column), len(caplog.messages)) == (2, 1, 3)
+
+
+def test_a_storm_of_different_reasons_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    collector = Collector(AuditConfig())
+    for length in range(3, 200):
+        collector.update(torch.zeros(2), torch.zeros(length), torch.ones(2))
+    assert len(caplog.messages) == ERROR_SENTENCES
+    ends = [line.endswith("other reasons are not logged in these steps any more") for line in caplog.messages]
+    assert ends == [False] * (ERROR_SENTENCES - 1) + [True]
+    assert "got (199,)" in str(collector.last_error)
 
 
 # --- misuse ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,39 @@ def test_the_plain_example_of_the_readme_prints_what_it_says(capsys: pytest.Capt
     assert f"```\n{capsys.readouterr().out}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_of_torchmetrics_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_says_what_a_command_needs_before_it_shows_one() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.index("pip install '.[report]'") < text.index("```bash\nrlk-audit")
+
+
+def test_the_readme_says_of_numba_what_was_measured() -> None:
+    """Ratios of the reference path to numba's, over the sizes of docs/benchmarks.md."""
+    (row,) = re.findall(
+        r"^\| rlk_audit reference: update \|(.*1\.00.*)$",
+        (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    measured = [float(cell) for cell in row.split("|")[2::3]]
+    (told,) = re.findall(r"(\d+) to (\d+) times faster", " ".join((ROOT / "README.md").read_text("utf-8").split()))
+    assert len(measured) == 3
+    assert [round(min(measured)), round(max(measured))] == [int(number) for number in told]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_examples_of_torchmetrics_print_what_they_say(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "docs" / "integrations.md"
-    (block,) = [block for block in blocks(path) if "print(" in block]
-    exec(block, {})
-    assert f"```\n{capsys.readouterr().out}```" in path.read_text(encoding="utf-8")
+    found = [block for block in blocks(path) if "print(" in block]
+    assert len(found) == 2
+    exec(found[number], {})
+    assert f"{found[number]}```\n\n```\n{capsys.readouterr().out}```" in path.read_text(encoding="utf-8")
+
+
+def test_the_arguments_of_the_torchmetrics_update_are_documented() -> None:
+    from rlk_audit.integrations.torchmetrics import DlogpAudit
+
+    (told,) = re.findall(r"What `update` takes\.\*\* (.*?)\n- ", sections_of_integrations()["torchmetrics"], re.DOTALL)
+    named = re.findall(r"[a-z_]+", " ".join(re.findall(r"`([a-z_,\s]+)`", told)))
+    assert named == [name for name in inspect.signature(DlogpAudit.update).parameters if name != "self"]
 
 
 def test_every_metric_and_warning_is_documented() -> None:
@@ -90,6 +119,23 @@ def test_the_imports_of_an_integration_run(section: str) -> None:
             if "cannot be used" not in str(error):
                 raise
             pytest.skip(str(error))
+
+
+def test_a_module_for_slime_is_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime_harness import Place, Training, arguments, make_samples, rank_data
+
+    monkeypatch.setattr("atexit.register", lambda call: None)
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in blocks(ROOT / "docs" / "integrations.md") if "SlimeAudit(" in block]
+    module: dict[str, Any] = {}
+    exec(block, module)
+    options = {"rollout_data_postprocess_path": module["begin_rollout"], "custom_tis_function_path": module["tis"]}
+    training = Training(arguments(use_tis=True, **options))
+    for number in range(2):
+        training.train_actor(number, rank_data(make_samples(5), Place()))
+    module["audit"].audit.close()
+    assert len((tmp_path / "audit.jsonl").read_text().splitlines()) == 2  # a step, and the run
+    assert module["audit"].report.verdict.passed
 
 
 def test_what_is_on_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

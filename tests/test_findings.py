@@ -70,6 +70,31 @@ def test_the_console_tells_the_causes_of_a_failed_step() -> None:
     assert all(place < 5 for place in causes), "a healthy step has no cause"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [(400, "nothing in the report points at a fault: mean abs"), (3, "3 compared tokens are too few to say")],
+)
+def test_a_failed_step_without_a_cause_says_so(tokens: int, told: str) -> None:
+    """Kills: ``cause: healthy (100%)``, and an error that sends people to check nothing."""
+    stream = io.StringIO()
+    limits = {"abs_dlogp_max": 1e-6}
+    for mode in ("audit", "strict"):
+        auditor = Auditor(AuditConfig(mode=mode, limits=limits), sinks=[ConsoleSink(stream)])
+        generator = torch.Generator().manual_seed(0)
+        rollout = -0.2 - 3 * torch.rand(tokens, generator=generator)
+        noise = 0.005 * torch.randn(tokens, generator=generator)
+        auditor.update((rollout + noise).clamp(max=-0.01), rollout, torch.ones(tokens))
+        if mode == "strict":
+            with pytest.raises(ConsistencyError, match=r"\. look first at the labels and ranks of the worst tokens"):
+                auditor.step(1)
+        else:
+            auditor.step(1)
+        line = stream.getvalue().splitlines()[1]
+        assert line.startswith(f"    no known cause matches: {told}")
+        assert "check" not in line and "100" not in line
+        auditor.close()
+
+
 def test_the_message_of_a_strict_run_names_the_cause() -> None:
     with pytest.raises(ConsistencyError, match=r"likely cause: stale_weights \(\d+%\): .*e1.*; check weight versions"):
         run(AuditConfig(mode="strict", limits=CONFIG.limits, breakdowns=CONFIG.breakdowns), [], {1: True})

@@ -20,9 +20,13 @@ from rlk_audit.layout import (
 from rlk_audit.sketch import sketch_length
 
 CHANGES: list[dict[str, Any]] = [
-    {"mode": "off"}, {"eps_low": 0.1}, {"eps_high": 0.1}, {"quantiles": ("0.5",)}, {"grouping_power": 7},
-    {"worst_k": 5}, {"worst_per_sample": 1}, {"breakdowns": {"engine": 2}}, {"sentinel_floor": -900.0},
-    {"positive_tolerance": 0.0}, {"expect_identical": True}, {"prefix": "x/"},
+    {"eps_low": 0.1}, {"eps_high": 0.1}, {"grouping_power": 7}, {"worst_k": 5}, {"worst_per_sample": 1},
+    {"breakdowns": {"engine": 2}}, {"samples_per_step": 4}, {"sentinel_floor": -900.0}, {"positive_tolerance": 0.0},
+]  # fmt: skip
+OF_NO_STATE: list[dict[str, Any]] = [
+    {"mode": "off"}, {"quantiles": ("0.5",)}, {"expect_identical": True}, {"prefix": "x/"}, {"lag": 1},
+    {"limits": {"abs_dlogp_p99": 1.0}}, {"strict_classes": ()}, {"contract": "1"}, {"train_filter": True},
+    {"metadata": {"host": "a"}}, {"max_state_bytes": 1_000_000}, {"kernel": "reference"},
 ]  # fmt: skip
 
 
@@ -49,14 +53,23 @@ def test_every_token_class_has_a_counter() -> None:
     assert len(set(COUNTERS)) == len(COUNTERS)
 
 
-def test_every_setting_changes_the_fingerprint() -> None:
+def test_every_setting_is_of_the_state_or_not() -> None:
+    changed = [name for change in (*CHANGES, *OF_NO_STATE) for name in change]
+    assert sorted(changed) == sorted(AuditConfig().to_dict())
+
+
+def test_every_setting_of_the_state_changes_the_fingerprint() -> None:
     """Kills: a fingerprint of the lengths alone: ``eps_low`` moves no field and changes what the counts mean."""
     configs = [AuditConfig(), *(AuditConfig(**change) for change in CHANGES)]
     fingerprints = [StateLayout(config).fingerprint for config in configs]
     fingerprints += [StateLayout(AuditConfig(), size).fingerprint for size in (2, 3)]
     assert len(set(fingerprints)) == len(configs) + 2
-    assert StateLayout(AuditConfig(metadata={"host": "a"})).fingerprint == StateLayout(AuditConfig()).fingerprint
-    assert StateLayout(AuditConfig()).fingerprint == StateLayout(AuditConfig()).fingerprint
+
+
+@pytest.mark.parametrize("change", OF_NO_STATE, ids=lambda change: next(iter(change)))
+def test_a_setting_that_gives_no_meaning_does_not_change_the_fingerprint(change: dict[str, Any]) -> None:
+    """Kills: a saved state that is refused for a limit."""
+    assert StateLayout(AuditConfig(**change)).fingerprint == StateLayout(AuditConfig()).fingerprint
 
 
 def test_the_hash_is_the_same_in_every_process() -> None:

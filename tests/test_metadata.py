@@ -23,6 +23,7 @@ from rlk_audit.metadata import (
     missing_fields,
     partition_metadata,
     strip_audit_keys,
+    undeclared_names,
 )
 
 CONFIG = AuditConfig(breakdowns={"engine": ("e0", "e1"), "weight_lag": 3, "turn": 4})
@@ -246,6 +247,28 @@ def test_fields_of_a_batch() -> None:
         "turn": [0, 3, -1, -1],
     }
     assert all(ids.dtype == torch.int64 for ids in (*fields.values(), *labels.values()))
+
+
+@pytest.mark.parametrize(
+    ("names", "values", "codes", "undeclared"),
+    [
+        (("e0", "e1"), [0, 1, 2, -1, -2, True, 1.0, 0.5], [0, 1, -1, -1, -1, -1, 1, -1], ("2", "-2", "True", "0.5")),
+        (("e0", "e1"), ["e1", "1", None, "e9"], [1, -1, -1, -1], ("1", "e9")),
+        (("7", "3"), [3, 7, 0, "3", 3.0], [1, 0, -1, 1, 1], ("0",)),
+        (("x", "1"), [1, 0, "x"], [1, -1, 0], ("0",)),
+    ],
+)
+def test_integers_of_a_label_are_codes_unless_its_names_are_numbers(
+    names: tuple[str, ...], values: list[Any], codes: list[int], undeclared: tuple[str, ...]
+) -> None:
+    config = AuditConfig(breakdowns={"engine": names})
+    assert batch_fields(metadata(engine=values), config)["labels"]["engine"].tolist() == codes
+    assert undeclared_names(metadata(engine=values), config) == {"engine": undeclared}
+
+
+def test_what_is_declared_or_unknown_is_not_undeclared() -> None:
+    assert undeclared_names(metadata(engine=["e0", None], turn=[-1, 2]), CONFIG) == {}
+    assert undeclared_names(metadata(weight_version=[1, 9, None]), CONFIG, trainer_version=9) == {"weight_lag": ("8",)}
 
 
 @pytest.mark.parametrize("version", [10, 12, -1, 2**63, "v3", "", "٣", 2.5, [], [4, "default"], [4, None]])

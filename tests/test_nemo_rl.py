@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ from core_bits import assert_same_bits, core_report
 from slime_harness import make_samples
 
 from rlk_audit import AuditConfig, ConsistencyError
-from rlk_audit.integrations.nemo_rl import COUNTS, MEANS, AuditedLogger, AuditedLoss
+from rlk_audit.integrations.nemo_rl import COUNTS, SUMS, AuditedLogger, AuditedLoss, step_means
 
 SAMPLES = make_samples(10, seed=9)
 LENGTH = 64
@@ -59,6 +61,8 @@ class Loss:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atexit.register", lambda call: None)
     monkeypatch.setattr("atexit.unregister", lambda call: None)
+    interfaces = SimpleNamespace(MetricNormalizer=Normalizer)
+    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.loss.interfaces", interfaces)
 
 
 def data_of(samples: list[oracle.Sample]) -> dict[str, torch.Tensor]:
@@ -118,8 +122,10 @@ def test_the_loss_stays_and_its_figures_add_up(force: bool) -> None:
     assert torch.equal(audited[1], plain[1])
     assert {name: value for name, value in audited[2].items() if not name.startswith("rlk_audit/")} == plain[2]
     expected = oracle.audit(expected_samples()).metrics
-    for name in (*MEANS, *COUNTS):
-        assert audited[2]["rlk_audit/" + name] == pytest.approx(expected.get(name, 0), rel=1e-6), name
+    found = step_means(audited[2])
+    for name in (*SUMS.values(), *COUNTS):
+        assert found["rlk_audit/" + name] == pytest.approx(expected.get(name, 0), rel=1e-6), name
+    assert not [name for name in found if name.removeprefix("rlk_audit/") in SUMS]
 
 
 def test_it_passes_for_the_loss_that_it_wraps() -> None:
@@ -131,17 +137,33 @@ def test_it_passes_for_the_loss_that_it_wraps() -> None:
     normalizations = audited.metric_normalizations
     assert isinstance(normalizations, dict)
     assert normalizations.items() >= loss.metric_normalizations.items()
-    assert {normalizations["rlk_audit/" + name] for name in MEANS} == {Normalizer.TOKENS}
-    assert {normalizations["rlk_audit/" + name] for name in COUNTS} == {Normalizer.NONE}
-    assert "rlk_audit/abs_dlogp_mean" not in loss.metric_normalizations
+    assert {normalizations["rlk_audit/" + name] for name in (*SUMS, *COUNTS)} == {Normalizer.NONE}
+    assert len(normalizations) == len(loss.metric_normalizations) + len(SUMS) + len(COUNTS)
+    assert "rlk_audit/abs_dlogp_sum" not in loss.metric_normalizations
+
+
+@pytest.mark.parametrize("theirs", [{"loss": Normalizer.TOKENS}, {}, None])
+def test_figures_are_named_whatever_the_loss_names(theirs: dict[str, Normalizer] | None) -> None:
+    """Kills: figures that NeMo-RL divides by its tokens, since nothing says what they were divided by."""
+    loss = Loss()
+    loss.metric_normalizations = theirs
+    named = AuditedLoss(loss).metric_normalizations
+    assert {named["rlk_audit/" + name] for name in (*SUMS, *COUNTS)} == {Normalizer.NONE}
+
+
+def test_a_nemo_rl_without_normalizations_gets_the_losss_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interfaces in (SimpleNamespace(), None):
+        monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.loss.interfaces", interfaces)
+        assert AuditedLoss(Loss()).metric_normalizations == Loss().metric_normalizations
+        assert AuditedLoss(lambda **given: None).metric_normalizations == {}
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
 def test_it_travels_to_the_workers(again: Any) -> None:
     sent = again(AuditedLoss(Loss(), AuditConfig(eps_low=0.1)))
     assert sent.config.eps_low == 0.1
-    assert sent.metric_normalizations["rlk_audit/" + MEANS[0]] is Normalizer.TOKENS
-    assert work(sent)[0] == work(Loss())[0]
+    assert sent.metric_normalizations["loss"] is Normalizer.TOKENS
+    assert work(again(sent))[0] == work(sent)[0] == work(Loss())[0], "also once it has measured"
 
 
 def test_odd_data_never_reaches_the_training() -> None:
@@ -240,35 +262,119 @@ def figures_of(audited: AuditedLoss, data: dict[str, Any], tokens: float = 1.0) 
     return audited(current, data=data, global_valid_seqs=1, global_valid_toks=torch.tensor(tokens))[1]
 
 
-@pytest.mark.parametrize("mode", ["audit", "strict"])
-def test_the_loss_takes_its_settings(mode: str) -> None:
-    metrics = figures_of(AuditedLoss(Loss(True), AuditConfig(mode=mode, prefix="drift/")), data_of(SAMPLES))
-    assert metrics["drift/abs_dlogp_mean"] == 0.0, "positional log-probabilities are those of the engine here"
+def test_the_loss_takes_its_settings() -> None:
+    metrics = figures_of(AuditedLoss(Loss(True), AuditConfig(prefix="drift/")), data_of(SAMPLES))
+    assert metrics["drift/abs_dlogp_sum"] == 0.0, "positional log-probabilities are those of the engine here"
     assert metrics["drift/compared_token_count"] > 0
 
 
-def test_tokens_that_the_engine_did_not_score_have_no_share() -> None:
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"mode": "strict"}, "mode strict"),
+        ({"limits": {"abs_dlogp_p99": 0.1}}, "limits"),
+        ({"contract": "1", "expect_identical": True}, "a contract, expect_identical"),
+    ],
+)
+def test_what_needs_a_verdict_is_refused(settings: dict[str, Any], named: str) -> None:
+    """Kills: limits that nobody judges."""
+    with pytest.raises(ValueError, match=f"does not heed {named}; give them to an AuditedLogger"):
+        AuditedLoss(Loss(), AuditConfig(**settings))
+
+
+def test_what_the_environment_says_of_verdicts_is_for_the_logger(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RLK_AUDIT_MODE", "strict")
+    with caplog.at_level(logging.WARNING):
+        assert work(AuditedLoss(Loss()))[0] == work(Loss())[0]
+    assert [line for line in caplog.messages if "does not heed mode strict; an AuditedLogger does" in line]
+
+
+@pytest.mark.parametrize("places", range(5))
+@pytest.mark.parametrize("force", [False, True])
+def test_arguments_come_by_place_and_by_name(places: int, force: bool) -> None:
     data = data_of(SAMPLES)
-    first = SAMPLES[0].prompt_length + SAMPLES[0].mask.index(1)
-    data["generation_logprobs"][0, first] = torch.nan
-    metrics = figures_of(AuditedLoss(Loss()), data, tokens=1.0)
-    missing = metrics["rlk_audit/active_token_count"] - metrics["rlk_audit/compared_token_count"]
-    assert missing == 1
-    known = copy.deepcopy(expected_samples())
-    known[0].rollout[0] = None
-    expected = oracle.audit(known).metrics
-    share = expected["compared_token_count"]
-    assert metrics["rlk_audit/abs_dlogp_mean"] == pytest.approx(expected["abs_dlogp_mean"] * share, rel=1e-6)
+    named = {"next_token_logprobs": data["generation_logprobs"][:, 1:], "data": data}
+    named |= {"global_valid_seqs": torch.tensor(10.0), "global_valid_toks": torch.tensor(4.0)}
+    by_place = list(named.values())[:places]
+    by_name = dict(list(named.items())[places:])
+    audited, plain = AuditedLoss(Loss(force)), Loss(force)
+    assert audited(*by_place, **by_name)[0] == plain(*by_place, **by_name)[0]
+    found = step_means(audited(*by_place, **by_name)[1])
+    expected = 0.0 if force else oracle.audit(expected_samples()).metrics["abs_dlogp_mean"]
+    assert found["rlk_audit/abs_dlogp_mean"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_wrong_call_is_the_losss_own_error(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'data'"):
+        AuditedLoss(Loss())(torch.zeros(1), global_valid_seqs=1, global_valid_toks=1)
+    assert any("data is missing" in line for line in caplog.messages)
+
+
+def test_a_mean_is_over_the_compared_tokens() -> None:
+    """Kills: a mean over all tokens, which halves where half of them have no value."""
+    data, known = data_of(SAMPLES), copy.deepcopy(expected_samples())
+    for row, sample in enumerate(known):
+        for place in range(0, len(sample), 2):
+            column = SAMPLES[row].prompt_length + len(SAMPLES[row]) - len(sample) + place
+            data["generation_logprobs"][row, column] = torch.nan
+            sample.rollout[place] = float("nan")
+    expected = oracle.audit(known)
+    found = step_means(figures_of(AuditedLoss(Loss()), data))
+    assert found["rlk_audit/warning/rollout_nan"] == expected.warnings["rollout_nan"] > 0
+    for name in (*SUMS.values(), *COUNTS[:2]):
+        assert found["rlk_audit/" + name] == pytest.approx(expected.metrics[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize("missing", ["column", "nan", "masked"])
+def test_nothing_compared_is_no_mean_of_zero(missing: str, caplog: pytest.LogCaptureFixture) -> None:
+    data = data_of(SAMPLES)
+    if missing == "column":
+        del data["generation_logprobs"]
+    elif missing == "nan":
+        data["generation_logprobs"] += torch.nan
+    else:
+        data["sample_mask"] *= 0
+    audited = AuditedLoss(Loss(), AuditConfig(prefix="drift/"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            summed = audited(data["prev_logprobs"][:, 1:], data=data, global_valid_seqs=1, global_valid_toks=1)[1]
+    found = step_means(summed)
+    assert {name.removeprefix("drift/") for name in found}.isdisjoint({*SUMS, *SUMS.values()})
+    assert found["drift/warning/nothing_compared"] == 1
+    code = {"column": "rollout_missing", "nan": "rollout_nan", "masked": None}[missing]
+    told = [line for line in caplog.messages if code and f"{code}=" in line]
+    assert len(told) == len([line for line in caplog.messages if "nothing_compared" in line]) == int(code is not None)
+    assert {name: value for name, value in found.items() if "rollout" in name and value} == (
+        {f"drift/warning/{code}": found["drift/active_token_count"]} if code else {}
+    )
 
 
 def test_a_micro_batch_in_which_nothing_is_compared_adds_zero() -> None:
     data = data_of(SAMPLES)
     data["sample_mask"] = torch.zeros(len(SAMPLES))
-    assert {figures_of(AuditedLoss(Loss()), data, 0.5)["rlk_audit/" + name] for name in MEANS} == {0.0}
+    assert set(figures_of(AuditedLoss(Loss()), data).values()) - {"loss"} == {0.0}
 
 
-def test_a_loss_without_normalizations_gets_none() -> None:
-    assert AuditedLoss(lambda **given: None).metric_normalizations == {}
+def test_the_logger_makes_means_of_the_added_sums() -> None:
+    """Whatever NeMo-RL divides both by, as several optimizer steps a batch make it do."""
+    inner = Logger()
+    summed = {name: value / 4 for name, value in work(AuditedLoss(Loss()))[2].items()}
+    before = dict(summed)
+    AuditedLogger(inner).log_metrics(summed, 3, prefix="train")
+    assert summed == before
+    ((logged_metrics, step),) = inner.metrics
+    assert step == 3
+    assert logged_metrics["loss"] == summed["loss"]
+    expected = oracle.audit(expected_samples()).metrics
+    for name in SUMS.values():
+        assert logged_metrics["rlk_audit/" + name] == pytest.approx(expected[name], rel=1e-6)
+
+
+def test_metrics_without_an_audit_stay_as_they_are() -> None:
+    report = {"rlk_audit/compared_token_count": 0.0, "rlk_audit/abs_dlogp_mean": 1.0, "loss": [1, 2]}
+    assert step_means(report) == report
 
 
 def test_the_logger_takes_lists_and_writes_to_sinks() -> None:

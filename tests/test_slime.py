@@ -18,6 +18,8 @@ from slime_harness import alone as alone
 from rlk_audit import AuditConfig, Collector, ConsistencyError, StepReport, TokenBatch
 from rlk_audit.integrations import slime, vime
 from rlk_audit.integrations.slime import SlimeAudit
+from rlk_audit.integrations.slime_samples import Slices
+from rlk_audit.places import Shard
 
 SAMPLES = make_samples(11)
 CONFIG = AuditConfig(breakdowns={"engine": ("e0", "e1"), "position": "auto"}, samples_per_step=16, worst_k=8)
@@ -136,13 +138,61 @@ def test_without_recomputed_log_probs_it_says_why(caplog: pytest.LogCaptureFixtu
 def test_odd_data_is_counted_and_never_raised() -> None:
     audit = SlimeAudit()
     data = rank_data(SAMPLES, Place(), micro_batch=2)
-    data["loss_masks"][0] = data["loss_masks"][0][:-1]
+    data["loss_masks"][0] = None
     data["metadata"] = [None, 5]
     audit.rollout_data_postprocess(arguments(), 0, data)
     report = reported(audit)
     assert report.metrics["warning/update_failed"] == 1
     assert not report.complete
     assert report.metrics["active_token_count"] == sum(sum(s.mask) for s in SAMPLES[2:])
+
+
+COLUMNS = ("log_probs", "rollout_log_probs", "loss_masks", "tokens")
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 20])
+@pytest.mark.parametrize("short", COLUMNS)
+def test_a_sample_of_unequal_arrays_is_refused_alone(
+    short: str, micro_batch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ``TokenBatch.from_lists`` does. Kills: one short row that costs its micro-batch, or the whole rollout."""
+    audit = SlimeAudit(CONFIG)
+    data = rank_data(SAMPLES, Place(), micro_batch=micro_batch)
+    for row in (2, 5):
+        data[short][row] = data[short][row][:-1]
+    audit.rollout_data_postprocess(arguments(), 0, data)
+    report = reported(audit)
+    rows = [sample for row, sample in enumerate(SAMPLES) if row not in (2, 5)]
+    expected = Collector(CONFIG)
+    columns = [[torch.tensor(getattr(s, side)) for s in SAMPLES] for side in ("train", "rollout", "mask", "token_ids")]
+    cut = columns[{"log_probs": 0, "rollout_log_probs": 1, "loss_masks": 2, "tokens": 3}[short]]
+    for row in (2, 5):
+        cut[row] = cut[row][:-1]
+    labels = {"engine": [s.labels["engine"] for s in SAMPLES]}
+    ids = {name: [getattr(s, name) for s in SAMPLES] for name in ("sample_index", "rollout_id")}
+    slots = [s.slot for s in SAMPLES]
+    expected.update(TokenBatch.from_lists(*columns[:3], token_ids=columns[3], labels=labels, sample_slot=slots, **ids))
+    assert plain(report) == plain(expected.compute())
+    assert report.warnings["length_mismatch"] == 2
+    assert report.complete
+    assert report.metrics["abs_dlogp_max"] == oracle.audit(rows).metrics["abs_dlogp_max"]
+    assert any(f"sample_index {SAMPLES[2].sample_index} is refused" in line for line in caplog.messages)
+
+
+def test_a_rollout_of_refused_samples_alone_compares_nothing() -> None:
+    audit = SlimeAudit(CONFIG)
+    data = rank_data(SAMPLES[:2], Place())
+    data["log_probs"] = [values[:-1] for values in data["log_probs"]]
+    audit.rollout_data_postprocess(arguments(), 0, data)
+    assert reported(audit).warnings == {"length_mismatch": 2, "nothing_compared": 1}
+
+
+def test_a_short_piece_of_a_sample_that_is_cut_fails_its_micro_batch() -> None:
+    """The other ranks count their pieces of it, so that it cannot be refused whole."""
+    whole = torch.zeros(8)
+    slices = Slices([whole[:3]], [whole[:4]], [whole], [8], [8])
+    with pytest.raises(ValueError, match="the piece of sample 0 on this context-parallel rank must have one length"):
+        slices.batch(Shard(0, 2, "zigzag"))
 
 
 def test_rollout_log_probs_that_are_not_there_are_missing() -> None:
@@ -182,6 +232,39 @@ def test_labels_of_the_settings_are_looked_up_in_the_rollout() -> None:
     audit = SlimeAudit(AuditConfig(breakdowns={"domain": ("code", "maths")}))
     audit.rollout_data_postprocess(arguments(), 0, rank_data(SAMPLES, Place()) | {"domain": ["maths"] * len(SAMPLES)})
     assert "missing_metadata" not in reported(audit).warnings
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+@pytest.mark.parametrize("by_tis_function", [False, True])
+def test_integers_of_a_label_index_its_names(kind: Any, by_tis_function: bool) -> None:
+    """Kills: engines that are given by number and count as unknown."""
+    audit = SlimeAudit(CONFIG)
+    codes = [sample.labels["engine"] for sample in SAMPLES]
+    data = rank_data(SAMPLES, Place()) | {"engine": kind(codes)}
+    if by_tis_function:
+        training = Training(by_tis(audit))
+        training.train_actor(0, data)
+        audit.begin_rollout(training.args, 1, rank_data([], Place()))
+    else:
+        audit.rollout_data_postprocess(arguments(), 0, data)
+    found = {bucket.name: bucket.compared_token_count for bucket in reported(audit).breakdowns["engine"]}
+    tokens = [sum(sum(s.mask) for s in SAMPLES if s.labels["engine"] == code) for code in (0, 1)]
+    compared = reported(audit).metrics["compared_token_count"]
+    assert found["unknown"] == 0
+    assert found["e0"] + found["e1"] == compared
+    assert 0 < found["e0"] <= tokens[0] and 0 < found["e1"] <= tokens[1]
+
+
+def test_undeclared_names_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    audit = SlimeAudit(CONFIG)
+    names = ["e0", None, -1, *(f"x{place}" for place in range(len(SAMPLES) - 3))]
+    for number in range(2):
+        data = rank_data(SAMPLES, Place()) | {"engine": names[number:] + names[:number]}
+        audit.rollout_data_postprocess(arguments(), number, data)
+    (told,) = [line for line in caplog.messages if "does not declare" in line]
+    assert told.startswith(
+        "samples have the engine x0, x1, x2, x3, x4, x5, x6, x7, which AuditConfig.breakdowns['engine']"
+    )
 
 
 # --- the policy loss --------------------------------------------------------------------------------------------------
@@ -279,6 +362,36 @@ def test_a_tis_function_beside_the_other_hook_is_refused() -> None:
     audit.rollout_data_postprocess(arguments(), 0, data)
     with pytest.raises(RuntimeError, match="begin_rollout"):
         Training(arguments(custom_tis_function_path=audit.tis, use_tis=True)).train_actor(0, data)
+
+
+@pytest.mark.parametrize("module", [slime, vime])
+@pytest.mark.parametrize("first", ["rollout_data_postprocess", "begin_rollout"])
+def test_two_hooks_of_one_audit_are_refused(module: Any, first: str) -> None:
+    """Kills: a run's total in which each token is twice."""
+    args, data = arguments(rlk_consistency="audit"), rank_data(SAMPLES, Place())
+    hooks = {name: getattr(module, name) for name in ("rollout_data_postprocess", "begin_rollout")}
+    hooks.pop(first)(args, 0, data)
+    (other,) = hooks.values()
+    with pytest.raises(
+        RuntimeError, match="which would count each token twice: name one of them, or make a SlimeAudit"
+    ):
+        other(args, 0, data)
+
+
+def test_an_audit_for_each_hook_counts_each_token_once() -> None:
+    old, current = SlimeAudit(), SlimeAudit()
+    training = Training(by_tis(current))
+    for number in range(2):
+        data = rank_data(SAMPLES, Place())
+        old.rollout_data_postprocess(training.args, number, data)
+        training.train_actor(number, data)
+    current.begin_rollout(training.args, 2, rank_data([], Place()))
+    for audit, prefix in ((old, "rlk_audit/"), (current, "rlk_audit_current/")):
+        assert audit.audit is not None and audit.audit.auditor is not None
+        total = audit.audit.auditor.run_total()
+        assert total is not None
+        assert total.metrics["active_token_count"] == 2 * sum(sum(s.mask) for s in SAMPLES)
+        assert reported(audit).prefix == prefix
 
 
 def test_micro_batches_of_equal_lengths_count_each() -> None:

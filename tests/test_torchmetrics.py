@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,8 @@ def test_it_is_the_core() -> None:
     given = batches()
     metric = filled(given)
     assert_of(metric, given)
-    assert [name for name in metric.state_dict()] == ["vector"]
+    assert sorted(metric.state_dict()) == ["_extra_state", "vector"]
+    assert all(isinstance(value, torch.Tensor) for value in metric.state_dict().values())
     assert metric.vector.dtype == torch.int64
 
 
@@ -203,21 +205,62 @@ def test_update_names_every_argument_of_the_collector() -> None:
     assert set(ours) == named | {field.name for field in dataclasses.fields(TokenBatch)} - held
 
 
-@pytest.mark.parametrize("other", [AuditConfig(worst_k=9), AuditConfig(eps_low=0.1), AuditConfig(grouping_power=5)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"limits": {"abs_dlogp_max": 0.1}},
+        {"prefix": "drift/"},
+        {"quantiles": ("0.25",)},
+        {"metadata": {"host": "a"}},
+        {"kernel": "reference"},
+    ],
+)
+def test_a_state_outlives_settings_that_give_it_no_meaning(settings: dict[str, Any]) -> None:
+    """Kills: a checkpoint that is lost with a change of limits or prefix."""
+    (given, later) = batches(2)
+    saved = DlogpAudit(CONFIG)
+    saved.update(given)
+    config = dataclasses.replace(CONFIG, **settings)
+    taken, merged = DlogpAudit(config), DlogpAudit(config)
+    taken.load_state_dict(saved.state_dict())
+    taken.update(later)
+    merged.update(later)
+    merged.merge_state(saved)
+    whole = DlogpAudit(config)
+    whole.update(given)
+    whole.update(later)
+    expected = bits({name: value.item() for name, value in whole.compute().items()})
+    for metric in (taken, merged):
+        assert bits({name: value.item() for name, value in metric.compute().items()}) == expected
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (AuditConfig(worst_k=9), "worst_k was 9, is 4"),
+        (AuditConfig(eps_low=0.1, limits={"abs_dlogp_max": 1.0}), "eps_low was 0.1, is 0.2$"),
+        (AuditConfig(grouping_power=5, samples_per_step=3), "grouping_power was 5, is 6, samples_per_step was 3, is"),
+    ],
+)
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_state_of_another_configuration_is_refused(other: AuditConfig, strict: bool) -> None:
-    """Also one of the same length, whose numbers mean something else."""
+def test_a_state_of_another_configuration_is_refused(other: AuditConfig, told: str, strict: bool) -> None:
+    """Also one of the same length, whose numbers mean something else; where the settings are known they are named."""
     metric, saved = DlogpAudit(), DlogpAudit(other)
     saved.update(torch.zeros(3), torch.zeros(3), torch.ones(3))
     collection = MetricCollection({"drift": metric})
+    refusals = []
     for load in (
         lambda: metric.load_state_dict(saved.state_dict(), strict=strict),
         lambda: collection.load_state_dict(MetricCollection({"drift": saved}).state_dict(), strict=strict),
         lambda: metric.merge_state({"vector": saved.vector}),
         lambda: metric.merge_state(saved),
     ):
-        with pytest.raises((RuntimeError, ValueError), match="made with another AuditConfig"):
+        with pytest.raises((RuntimeError, ValueError), match="made with other settings of the AuditConfig") as caught:
             load()
+        named = re.search(told, str(caught.value), re.MULTILINE) is not None
+        assert named == ("by another version of rlk_audit:" in str(caught.value))
+        refusals.append(named)
+    assert refusals == [True, True, False, True]
     metric.update(torch.zeros(3), torch.zeros(3), torch.ones(3))
     assert metric.compute()["rlk_audit/compared_token_count"].item() == 3
 
@@ -233,6 +276,15 @@ def test_limits_are_judged() -> None:
     metric.reset()
     metric.update(torch.tensor([-0.5, -1.2]), torch.tensor([-0.5, -1.2001]), torch.tensor([1, 1]))
     assert metric.compute()["rlk_audit/verdict/abs_dlogp_max"].item() == 1.0
+
+
+@pytest.mark.parametrize("rollout", [None, torch.full((2,), torch.nan)])
+def test_nothing_compared_passes_nothing(rollout: torch.Tensor | None) -> None:
+    metric = DlogpAudit(AuditConfig(limits={"abs_dlogp_max": 0.1}))
+    metric.update(torch.zeros(2), rollout, torch.ones(2))
+    values = metric.compute()
+    assert values["rlk_audit/verdict/all"].item() == 0.0
+    assert values["rlk_audit/verdict/abs_dlogp_max"].isnan()
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,12 @@ def test_the_figures_are_those_of_the_tokens_that_trl_had(train: Runner, sampler
         assert report.metrics["abs_dlogp_max"] > 0.01
 
 
+def test_a_none_of_the_engine_is_not_told_as_broken_logits_alone(train: Runner) -> None:
+    (run,) = train("engine", 1)
+    assert run["reports"][0].classes["rollout_nan"] > 0
+    assert "NaN of a missing value" in run["stderr"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_worst_tokens_name_the_row_that_trl_generated(train: Runner, ranks: int) -> None:
     """Where trl recomputes, the recorder sees rows before the shuffle: their order is the one of trl's completions."""

@@ -40,6 +40,14 @@ def test_a_code_is_told_at_once_and_then_at_an_interval(caplog: pytest.LogCaptur
     assert others == {"rollout_nan", "nothing_compared", no_data}, "and each code for itself"
 
 
+def test_a_nan_is_not_told_as_broken_logits_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """TRL makes NaN of a None, so what the log says must hold for both."""
+    (auditor,) = auditor_of(True)
+    step(auditor, 1, rollout=float("nan"))
+    (told,) = [message for message in caplog.messages if "rollout_nan" in message]
+    assert "NaN of a missing value" in told
+
+
 def test_a_code_that_comes_later_is_told_then(caplog: pytest.LogCaptureFixture) -> None:
     (auditor,) = auditor_of(True)
     for number, rollout in enumerate((float("nan"), -1.0, -9999.0, float("nan")), start=1):

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlk_audit.breakdowns import UNKNOWN, Bucket
-from rlk_audit.finding import NOTHING_TO_CHECK, Finding
+from rlk_audit.finding import NOTHING_TO_CHECK
 from rlk_audit.page.totals import worst_tokens
 from rlk_audit.report import StepReport, WorstToken
 from rlk_audit.run_view import Causes, Excerpt, RunView
@@ -101,16 +101,8 @@ def finding_lines(causes: Causes) -> Iterator[Text]:
         yield Text.assemble(
             f"{where}: ",
             (plain_text(f"{finding.code} ({finding.strength:.0%})"), style),
-            f"{strongest} {plain_text(_told(finding))}",
+            f"{strongest} {plain_text(finding.advice)}",
         )
-
-
-def _told(finding: Finding) -> str:
-    return (
-        finding.summary
-        if finding.check_first == NOTHING_TO_CHECK
-        else f"{finding.summary}; check {finding.check_first}"
-    )
 
 
 def _range(first: int | None, last: int | None) -> str:

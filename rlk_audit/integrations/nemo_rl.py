@@ -3,12 +3,15 @@
     grpo_train(..., loss_fn=AuditedLoss(loss_fn), ..., logger=AuditedLogger(logger), ...)
 
 The logger is handed the whole batch of each step, both log-probabilities in it, and gives full reports. The loss
-function runs in the workers, where no hook ends a step: it gives the figures that add up, and NeMo-RL adds them.
+function runs in the workers, where no hook ends a step: it gives sums over the compared tokens and counts, which
+NeMo-RL adds up. How many tokens the step compares is known only then, so the means are made of the added sums.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,81 +21,158 @@ from torch import Tensor
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig, as_config, refuse_no_function
 from rlk_audit.integrations.set_up import driver_auditor, needed
+from rlk_audit.metrics import TOKEN_WARNINGS
 from rlk_audit.report import StepReport
 from rlk_audit.settings import resolve_settings
 from rlk_audit.sinks import Sink
 from rlk_audit.sinks.base import logged_values
 from rlk_audit.tokens import TokenBatch, or_fault
+from rlk_audit.warning_log import MEANINGS
 
-MEANS = ("abs_dlogp_mean", "dlogp_mean", "approx_kl0", "clipfrac0", "tail_frac_ln2", "prob_diff_mean")
-"""Figures of a token's mean that the loss function returns, divided by the tokens of all workers."""
-COUNTS = ("active_token_count", "compared_token_count", "warning/update_failed")
-"""Figures that it returns as they are, to be summed."""
+logger = logging.getLogger(__name__)
+
+SUMS = {
+    "abs_dlogp_sum": "abs_dlogp_mean",
+    "dlogp_sum": "dlogp_mean",
+    "approx_kl0_sum": "approx_kl0",
+    "clipfrac0_sum": "clipfrac0",
+    "tail_frac_ln2_sum": "tail_frac_ln2",
+    "prob_diff_sum": "prob_diff_mean",
+}
+"""Sums over compared tokens that the loss function returns -> the mean that each is of."""
+COMPARED = "compared_token_count"
+COUNTS = ("active_token_count", COMPARED, *(f"warning/{code}" for code in (*TOKEN_WARNINGS, "update_failed")))
+"""Counts that it returns."""
+ARGUMENTS = ("next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks")
+"""The first arguments of a loss function; releases before 0.6 hand them over by place, the first as logits."""
+_INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _STEP = re.compile(r"train_data_step([0-9]+)\.jsonl$")
 
 
 class AuditedLoss:
     """A loss function of NeMo-RL that also returns figures of its audit; loss and metrics are those of ``loss_fn``.
 
-    Everything else about it (``loss_type``, ``input_type``, ...) is asked of ``loss_fn``, and it can be pickled if that
-    can.
+    The figures are SUMS and COUNTS of a micro-batch, behind the prefix; ``step_means`` makes means of what NeMo-RL
+    added up. Everything else about it (``loss_type``, ``input_type``, ...) is asked of ``loss_fn``, and it can be
+    pickled if that can.
 
     Args:
         loss_fn: the loss function, called with ``data``, ``global_valid_seqs``, ``global_valid_toks`` and what its
             ``input_type`` asks for.
-        config: the audit's settings; the environment of this process and a YAML file go before it.
+        config: the audit's settings; the environment of this process and a YAML file go before it. None that needs a
+            verdict: what those two say of verdicts is for the ``AuditedLogger``, and a line of the log says so.
 
     Raises:
         TypeError: ``loss_fn`` is no function.
-        ValueError, ImportError: a setting is wrong.
+        ValueError, ImportError: a setting is wrong, or needs a verdict.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], config: AuditConfig | None = None) -> None:
         refuse_no_function("loss_fn", loss_fn)
+        unheeded = _unheeded(as_config(config))
+        if unheeded:
+            raise ValueError(f"{unheeded}; give them to an AuditedLogger")
         self.loss_fn = loss_fn
         self.config = resolve_settings(None, as_config(config)).config
+        unheeded = _unheeded(self.config)
+        if unheeded:
+            logger.warning("%s; an AuditedLogger does", unheeded)
+        self._collector: Collector | None = None
+        self._told: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loss_fn", "config") or name.startswith("__"):  # not yet set, while it is unpickled
             raise AttributeError(name)
         return getattr(self.loss_fn, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_collector": None}
+
     @property
     def metric_normalizations(self) -> dict[str, Any]:
-        """What each metric was divided by, in NeMo-RL's own terms; the audit's are those of its equals."""
-        theirs: dict[str, Any] = dict(getattr(self.loss_fn, "metric_normalizations", None) or {})
-        equals = {"token_mult_prob_error": MEANS, "num_valid_samples": COUNTS}
-        for known, names in equals.items():
-            if known in theirs:
-                theirs |= {self.config.prefix + name: theirs[known] for name in names}
-        return theirs
+        """What each metric was divided by, in NeMo-RL's own terms: the audit's by nothing.
 
-    def __call__(self, *args: Any, data: Mapping[str, Any], **given: Any) -> tuple[Any, dict[str, Any]]:
-        """Return what ``loss_fn`` returns, with the audit's figures among the metrics."""
-        current = args[0] if args else given.get("next_token_logprobs")
-        audited = self._figures(current, data, given.get("global_valid_toks"))
-        loss, metrics = self.loss_fn(*args, data=data, **given)
+        A NeMo-RL that has no such terms reads none; one that has them divides what is not named.
+        """
+        theirs = getattr(self.loss_fn, "metric_normalizations", None)
+        named = dict(theirs) if isinstance(theirs, dict) else {}
+        terms = getattr(sys.modules.get(_INTERFACES), "MetricNormalizer", None)
+        if terms is None:
+            return named
+        return named | {self.config.prefix + name: terms.NONE for name in (*SUMS, *COUNTS)}
+
+    def __call__(self, *args: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
+        """Return what ``loss_fn`` returns of these arguments, with the audit's figures among the metrics.
+
+        By place they are those of ARGUMENTS, in this order.
+        """
+        audited = self._figures(dict(zip(ARGUMENTS, args, strict=False)) | given)
+        loss, metrics = self.loss_fn(*args, **given)
         return loss, {**metrics, **audited}
 
-    def _figures(self, current: Tensor | None, data: Mapping[str, Any], global_valid_toks: Any) -> dict[str, float]:
+    def _figures(self, given: Mapping[str, Any]) -> dict[str, float]:
         if self.config.mode == "off":
             return {}
 
         def build() -> TokenBatch:
-            if global_valid_toks is None:
-                raise ValueError("global_valid_toks is missing")
-            on_policy = getattr(self.loss_fn, "force_on_policy_ratio", False)
-            return sequences_batch(current if on_policy else needed(data, "prev_logprobs")[0][:, 1:], data)
+            (data,) = needed(given, "data")
+            if getattr(self.loss_fn, "force_on_policy_ratio", False):
+                return sequences_batch(needed(given, "next_token_logprobs")[0], data)
+            return sequences_batch(needed(data, "prev_logprobs")[0][:, 1:], data)
 
-        batch = or_fault(build)
-        collector = Collector(self.config, getattr(batch.train_log_probs, "device", "cpu"))
-        collector.update(batch)
-        found = collector.compute().metrics
-        compared = found["compared_token_count"]
-        share = compared / max(float(global_valid_toks), 1.0) if compared else 0.0
-        means = {name: found[name] * share if compared else 0.0 for name in MEANS}
+        report = self._measured(or_fault(build))
+        self._tell(report)
+        found = report.metrics
+        # 0 tokens have the sum 0, whatever their mean is.
+        sums = {name: found[mean] * found[COMPARED] if found[COMPARED] else 0.0 for name, mean in SUMS.items()}
         counts = {name: float(found[name]) for name in COUNTS}
-        return {self.config.prefix + name: value for name, value in (means | counts).items()}
+        return {self.config.prefix + name: value for name, value in (sums | counts).items()}
+
+    def _measured(self, batch: TokenBatch) -> StepReport:
+        """Return the report of one batch; the collector is kept for what it logs now and then."""
+        device = torch.device(getattr(batch.train_log_probs, "device", "cpu"))
+        if self._collector is None or self._collector.device != device:
+            self._collector = Collector(self.config, device)
+        self._collector.reset()
+        self._collector.update(batch)
+        return self._collector.compute()
+
+    def _tell(self, report: StepReport) -> None:
+        """Log each warning once; a micro-batch that is masked as a whole, or failed, does not lack values."""
+        if not report.metrics["active_token_count"]:
+            return
+        for code, count in report.warnings.items():
+            if code not in self._told:
+                self._told.add(code)
+                logger.warning("in a micro-batch of the loss %s=%s: %s", code, count, MEANINGS[code])
+
+
+def _unheeded(config: AuditConfig) -> str:
+    """Return a sentence on settings that need a verdict, which no micro-batch can have; empty where there are none."""
+    asked = {
+        "mode strict": config.mode == "strict",
+        "limits": config.limits,
+        "a contract": config.contract is not None,
+        "expect_identical": config.expect_identical,
+    }
+    named = ", ".join(name for name, given in asked.items() if given)
+    return named and f"AuditedLoss sees one micro-batch at a time and judges nothing, so it does not heed {named}"
+
+
+def step_means(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics that NeMo-RL added up, with the audit's means in the place of its sums.
+
+    A mean is over the compared tokens. Where none was compared there is no mean, and ``warning/nothing_compared`` is 1.
+    """
+    means = dict(metrics)
+    for key in [key for key in metrics if str(key).endswith(COMPARED)]:
+        prefix, compared = key.removesuffix(COMPARED), metrics[key]
+        sums = {mean: means.pop(prefix + name) for name, mean in SUMS.items() if prefix + name in metrics}
+        if compared:
+            means |= {prefix + mean: value / compared for mean, value in sums.items()}
+        elif sums:
+            means[prefix + "warning/nothing_compared"] = 1.0
+    return means
 
 
 class AuditedLogger:
@@ -123,6 +203,10 @@ class AuditedLogger:
         if name == "logger":
             raise AttributeError(name)
         return getattr(self.logger, name)
+
+    def log_metrics(self, metrics: Mapping[str, Any], *args: Any, **given: Any) -> Any:
+        """Log as ``logger`` does, with the means of an ``AuditedLoss`` in the place of its sums."""
+        return self.logger.log_metrics(step_means(metrics), *args, **given)
 
     def log_batched_dict_as_jsonl(self, to_log: Any, filename: str) -> None:
         """Log as ``logger`` does, and audit the training batch of a step.

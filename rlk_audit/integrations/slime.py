@@ -10,7 +10,7 @@ Where the training forward alone has them, and in miles:
     --rollout-data-postprocess-path rlk_audit.integrations.slime.begin_rollout
 
 slime knows functions by their names, so one ``SlimeAudit`` serves the process. A module of yours may make another, with
-settings in code, and name its methods in the same options.
+settings in code, and give names to its methods: slime imports all of an option's path but its last part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlk_audit.integrations.set_up import needed
 from rlk_audit.integrations.slime_samples import Rollout, Slices, refuse_unequal
 from rlk_audit.megatron_groups import ParallelGroups, resolve_groups
 from rlk_audit.megatron_plugin import MegatronAudit, register
-from rlk_audit.metadata import FIELDS, partition_metadata
+from rlk_audit.metadata import FIELDS, partition_metadata, undeclared_names
 from rlk_audit.places import Shard
 from rlk_audit.report import StepReport
 from rlk_audit.sinks.base import logged_values
@@ -53,6 +53,9 @@ TRACKERS = (
 """Modules whose ``log(args, metrics, step_key)`` writes to the trackers of the training, where they are loaded."""
 TOP_P_REPLAY = "rollout_top_p_token_ids"
 """The column with the tokens that the engine kept, over which the trainer renormalises too."""
+
+NAMES_SHOWN = 8
+"""Undeclared names of a label that its warning lists."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class SlimeAudit:
         self._dialect = dialect or Dialect()
         self._options = options
         self._groups = ParallelGroups()
+        self._forward = ""
         self._open: Rollout | None = None
         self._told: set[str] = set()
 
@@ -109,6 +113,7 @@ class SlimeAudit:
 
         Raises:
             ConsistencyError: the mode is ``strict`` and the rollout failed its verdict.
+            RuntimeError: ``begin_rollout`` was called before.
             TypeError: ``rollout_id`` is no integer.
             LayoutMismatchError, ValueError, ImportError, OSError: as ``register``, at the first call.
         """
@@ -130,6 +135,7 @@ class SlimeAudit:
 
         Raises:
             ConsistencyError: the mode is ``strict`` and the rollout before failed its verdict.
+            RuntimeError: ``rollout_data_postprocess`` was called before.
             TypeError: ``rollout_id`` is no integer.
             LayoutMismatchError, ValueError, ImportError, OSError: as ``register``, at the first call.
         """
@@ -201,6 +207,12 @@ class SlimeAudit:
     # --- set-up and end of a step -------------------------------------------------------------------------------------
 
     def _registered(self, args: Any, data: Mapping[str, Any], forward: str) -> MegatronAudit:
+        if self._forward not in ("", forward):
+            raise RuntimeError(
+                "rollout_data_postprocess and begin_rollout came to one audit, which would count each token twice: "
+                "name one of them, or make a SlimeAudit for each"
+            )
+        self._forward = forward
         if self.audit is None:
             self._groups = resolve_groups()
             try:
@@ -249,10 +261,10 @@ class SlimeAudit:
         except Exception as error:
             self._warn(f"the trackers of the training took no report of the audit: {error}")
 
-    def _warn(self, sentence: str) -> None:
-        """Log once."""
-        if sentence not in self._told:
-            self._told.add(sentence)
+    def _warn(self, sentence: str, subject: str = "") -> None:
+        """Log once, a subject that may have many sentences too."""
+        if (subject or sentence) not in self._told:
+            self._told.add(subject or sentence)
             logger.warning("%s", sentence)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
@@ -304,9 +316,19 @@ class SlimeAudit:
             rollout.rows = {id(values): row for row, values in enumerate(rows) if values is not None}
             samples = range(len(lengths))
             (rollout.metadata,) = partition_metadata(named, [samples], (*FIELDS, *config.caller_labels))
+            self._tell_of_undeclared(rollout.metadata, config)
         except (ValueError, TypeError) as error:
             self._warn(f"what the rollout tells of its samples cannot be used: {error}")
         return rollout
+
+    def _tell_of_undeclared(self, metadata: Mapping[str, Any], config: AuditConfig) -> None:
+        for label, names in undeclared_names(metadata, config).items():
+            shown = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+            self._warn(
+                f"samples have the {label} {shown}, which AuditConfig.breakdowns[{label!r}] does not declare: "
+                "they count as unknown",
+                f"undeclared {label}",
+            )
 
     @staticmethod
     def _config_of(audit: MegatronAudit) -> AuditConfig | None:

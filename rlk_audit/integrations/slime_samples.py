@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlk_audit.config import AuditConfig
 from rlk_audit.integrations.set_up import needed
 from rlk_audit.metadata import KEY_PREFIX, batch_fields, partition_metadata
 from rlk_audit.places import Shard, zigzag_spans
-from rlk_audit.ragged import join
+from rlk_audit.ragged import join, refusal_of
 from rlk_audit.tokens import TokenBatch
 
 
@@ -88,37 +88,95 @@ class Slices:
     def batch(self, shard: Shard, **fields: Any) -> TokenBatch:
         """Return them as one batch, masks and tokens cut to where the log-probabilities are.
 
+        A sample that is here whole and whose arrays do not have its length is refused alone. Of one that is cut over
+        context-parallel ranks the others count their pieces, so that it cannot be.
+
+        Args:
+            shard: this context-parallel rank.
+            fields: other fields of TokenBatch, one entry a sample.
+
         Raises:
-            ValueError: a column is missing, or a sample's arrays have other lengths than its piece.
+            ValueError: a column is missing, or a piece of a sample that is cut has another length.
         """
         columns: dict[str, Any] = {"train_log_probs": self.train, "loss_masks": self.masks}
         columns |= {"total_lengths": self.totals, "response_lengths": self.responses}
-        arrays, whole_masks, totals, responses = needed(columns, *columns)
+        arrays, masks, totals, responses = needed(columns, *columns)
         refuse_unequal({**columns, "rollout_log_probs": self.rollout, "max_seq_lens": self.padded})
         cut = zip(totals, responses, self.padded or totals, strict=True)
         spans = [zigzag_spans(int(t), int(r), int(p), shard.cp_rank, shard.cp_size) for t, r, p in cut]
-        masks = [_cut(mask, pair) for mask, pair in zip(whole_masks, spans, strict=True)]
-        lengths = [sum(map(len, pair)) for pair in spans]
-        rollout, missing = _filled(self.rollout, arrays)
-        for name, parts in (("train_log_probs", arrays), ("rollout_log_probs", rollout), ("mask", masks)):
-            found = lengths if parts is None else [len(values) for values in parts]
-            if found != lengths:
-                raise ValueError(f"{name} must have the lengths {lengths} on this context-parallel rank, got {found}")
-        train = join(arrays)
+        parts = {"train_log_probs": arrays, "rollout_log_probs": self.rollout, "mask": _cut_all(masks, spans)}
         if self.tokens is not None:
             starts = (total - response for total, response in zip(totals, responses, strict=True))
-            ids = [_cut(ids[start:], pair) for ids, start, pair in zip(self.tokens, starts, spans, strict=True)]
-            fields["token_ids"] = join(ids)
-        places = [torch.arange(run.start, run.stop, device=train.device) for pair in spans for run in pair]
-        return TokenBatch.from_packed(
-            train,
-            None if rollout is None else join(rollout),
-            join(masks),
-            rollout_missing=missing,
-            cu_seqlens=[0, *accumulate(lengths)],
-            token_position=join(places),
-            **fields,
-        )
+            ids = [tokens[start:] for tokens, start in zip(self.tokens, starts, strict=True)]
+            parts["token_ids"] = _cut_all(ids, spans)
+        unfit = _unfit(parts, spans)
+        if unfit and shard.cp_size > 1:
+            place, lengths = next(iter(unfit.items()))
+            raise ValueError(
+                f"the piece of sample {place} on this context-parallel rank must have one length, got {lengths}"
+            )
+        kept = [place for place in range(len(spans)) if place not in unfit]
+        batch = _joined(_picked(parts, kept), [spans[place] for place in kept], _picked(fields, kept))
+        return _with_refused(batch, unfit, masks, fields.get("sample_index")) if unfit else batch
+
+
+def _unfit(
+    parts: Mapping[str, Sequence[Any] | None], spans: Sequence[tuple[range, range]]
+) -> dict[int, dict[str, int]]:
+    """Return the place of each sample whose arrays have another length than its spans -> the lengths of all."""
+    found = {}
+    for place, pair in enumerate(spans):
+        lengths = {"response": sum(map(len, pair))}
+        given = {name: part[place] for name, part in parts.items() if part is not None}
+        lengths |= {name: len(values) for name, values in given.items() if values is not None}
+        if len(set(lengths.values())) > 1:
+            found[place] = lengths
+    return found
+
+
+def _with_refused(
+    batch: TokenBatch, unfit: Mapping[int, Mapping[str, int]], masks: Sequence[Tensor], sample_index: Any
+) -> TokenBatch:
+    """Return the batch with what it leaves out."""
+    place, lengths = next(iter(unfit.items()))
+    return replace(
+        batch,
+        refused_samples=len(unfit),
+        refused_active=torch.stack([(masks[place] != 0).sum() for place in unfit]).sum(),
+        refused_total=sum(len(masks[place]) for place in unfit),
+        refusal=refusal_of(place, lengths, None if sample_index is None else int(sample_index[place])),
+    )
+
+
+def _picked(columns: Mapping[str, Any], kept: list[int]) -> dict[str, Any]:
+    """Return the kept samples' entries of columns, of which those of labels are one level deeper."""
+
+    def picked(column: Any) -> Any:
+        if column is None or isinstance(column, Mapping):
+            return None if column is None else _picked(column, kept)
+        return column[kept] if isinstance(column, Tensor) else [column[place] for place in kept]
+
+    return {name: picked(column) for name, column in columns.items()}
+
+
+def _joined(
+    parts: Mapping[str, list[Tensor] | None], spans: Sequence[tuple[range, range]], fields: dict[str, Any]
+) -> TokenBatch:
+    arrays, masks, ids = parts["train_log_probs"] or [], parts["mask"] or [], parts.get("token_ids")
+    train = join(arrays)
+    rollout, missing = _filled(parts["rollout_log_probs"], arrays)
+    places = [torch.arange(run.start, run.stop, device=train.device) for pair in spans for run in pair]
+    if ids is not None:
+        fields["token_ids"] = join(ids)
+    return TokenBatch.from_packed(
+        train,
+        None if rollout is None else join(rollout),
+        join(masks),
+        rollout_missing=missing,
+        cu_seqlens=[0, *accumulate(sum(map(len, pair)) for pair in spans)],
+        token_position=join(places),
+        **fields,
+    )
 
 
 def _filled(
@@ -144,5 +202,7 @@ def refuse_unequal(columns: Mapping[str, Sequence[Any] | None]) -> None:
         raise ValueError(f"the columns must have one entry a sample, got {told}")
 
 
-def _cut(values: Tensor, spans: tuple[range, range]) -> Tensor:
-    return torch.cat([values[run.start : run.stop] for run in spans])
+def _cut_all(columns: Sequence[Tensor], spans: Sequence[tuple[range, range]]) -> list[Tensor]:
+    return [
+        torch.cat([values[run.start : run.stop] for run in pair]) for values, pair in zip(columns, spans, strict=True)
+    ]

@@ -7,6 +7,7 @@ of all ranks are then merged, so quantiles, maxima and worst tokens are those of
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from rlk_audit.allreduce import global_rank
 from rlk_audit.collector import Collector
-from rlk_audit.config import AuditConfig, as_config
+from rlk_audit.config import AuditConfig, as_config, differences
 from rlk_audit.layout import StateLayout
 from rlk_audit.limits import Judge
 from rlk_audit.report import StepReport
 from rlk_audit.sinks.base import VERDICT_KEY, verdict_values
 from rlk_audit.state import State
 from rlk_audit.tokens import PerToken, TokenBatch, Values
+from rlk_audit.version import __version__
 
 try:
     from torchmetrics import Metric
@@ -57,7 +59,8 @@ class DlogpAudit(Metric):
 
     ``compute`` returns every metric of a StepReport by its key, as a float64 scalar; NaN where there is nothing to say.
     ``report`` then holds the report with its worst tokens, breakdowns and verdict. With limits there are also
-    ``verdict/all`` and ``verdict/<metric>``: 1 for a pass, 0 for a failure, NaN where the metric has no data.
+    ``verdict/all`` and ``verdict/<metric>``: 1 for a pass, 0 for a failure. A metric without data has the verdict NaN;
+    ``verdict/all`` is 0 where nothing was compared, since that passes nothing.
 
     Args:
         config: the audit's settings; ``lag`` has no meaning here.
@@ -139,12 +142,26 @@ class DlogpAudit(Metric):
         """Add another metric's tokens, or those of its state.
 
         Raises:
-            ValueError: the other was made with another AuditConfig.
+            ValueError: the other's settings give its state another meaning.
         """
         given = incoming_state if isinstance(incoming_state, dict) else vars(incoming_state)
         if "vector" in given:
-            self._refuse_anothers(given["vector"])
+            saved = incoming_state.get_extra_state() if isinstance(incoming_state, DlogpAudit) else None
+            self._refuse_anothers(given["vector"], saved)
         super().merge_state(incoming_state)
+
+    def get_extra_state(self) -> Tensor:
+        """Return what gives the state its meaning, as JSON in bytes: it is saved to tell what differs.
+
+        A tensor, since some stores of states hold nothing else.
+        """
+        return torch.tensor(list(json.dumps(self._meaning()).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Do nothing: settings are those of the code, and a state of others was refused."""
+
+    def _meaning(self) -> dict[str, str]:
+        return self.config.state_values() | {"version": __version__}
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
@@ -152,7 +169,7 @@ class DlogpAudit(Metric):
     ) -> None:  # fmt: skip
         try:
             if prefix + "vector" in state_dict:
-                self._refuse_anothers(state_dict[prefix + "vector"])
+                self._refuse_anothers(state_dict[prefix + "vector"], state_dict.get(prefix + "_extra_state"))
         except ValueError as error:
             error_msgs.append(str(error))
             del state_dict[prefix + "vector"]
@@ -161,11 +178,14 @@ class DlogpAudit(Metric):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _refuse_anothers(self, vector: Any) -> None:
+    def _refuse_anothers(self, vector: Any, saved: Tensor | None) -> None:
         layout = StateLayout(self.config)
         fits = isinstance(vector, Tensor) and vector.dtype == torch.int64 and vector.shape == (layout.length,)
-        if not fits or not layout.made(vector):
-            raise ValueError("this state was made with another AuditConfig, or by another version of rlk_audit")
+        if fits and layout.made(vector):
+            return
+        told = "" if saved is None else differences(json.loads(bytes(saved.tolist())), self._meaning())
+        sentence = "this state was made with other settings of the AuditConfig, or by another version of rlk_audit"
+        raise ValueError(f"{sentence}: {told}" if told else sentence)
 
     def reset(self) -> None:
         """Forget what was added."""

@@ -66,10 +66,13 @@ def summary_line(report: StepReport) -> str:
 
 
 def cause_lines(report: StepReport) -> list[str]:
-    """Return a line for each of the strongest causes of a step that failed its verdict."""
+    """Return a line for each of the strongest causes of a step that failed its verdict, or one that none is known."""
     if report.verdict is None or report.verdict.passed:
         return []
-    return [f"    cause: {finding}" for finding in report.findings[:CAUSES_SHOWN]]
+    causes = [f"    cause: {finding}" for finding in report.findings if finding.names_cause]
+    if not causes and report.findings:
+        return [f"    no known cause matches: {report.findings[0].summary}"]
+    return causes[:CAUSES_SHOWN]
 
 
 def _short(value: float) -> str:

@@ -87,9 +87,7 @@ def _add(writer: Any, report: StepReport) -> None:
     for key, value in logged_values(report).items():
         writer.add_scalar(key, value, global_step=step)
     if report.findings:
-        text = "\n\n".join(
-            f"**{f.code}** ({f.strength:.0%}) {f.summary}. Check {f.check_first}." for f in report.findings
-        )
+        text = "\n\n".join(f"**{f.code}** ({f.strength:.0%}) {f.advice}." for f in report.findings)
         writer.add_text(report.prefix + FINDINGS_KEY, text, global_step=step)
     histogram = report.histogram()
     if histogram is None:
