@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 import socket
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +66,22 @@ def test_a_step_equals_the_collector_s_own_figures() -> None:
     assert alone.pop("step") is None
     assert [rank.pop("host") for rank in report["ranks"] + alone["ranks"]] == [socket.gethostname()[:32], ""]
     assert report == alone
+
+
+def test_the_training_s_random_numbers_are_left_alone() -> None:
+    """Otherwise dropout and sampling would differ from those of a run without an audit."""
+
+    def states() -> list[Any]:
+        return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+
+    limits = {"abs_dlogp_p99": 0.01}
+    auditor = Auditor(AuditConfig(limits=limits, samples_per_step=4))
+    before = states()
+    for step in range(3):
+        observe(auditor, *torch.linspace(0.1, 0.9, 300).tolist(), sample_slot=0, token_position=torch.arange(300))
+        assert auditor.step(step).verdict
+    auditor.close()
+    assert states() == before
 
 
 def test_an_empty_step_is_reported_as_one() -> None:

@@ -473,9 +473,13 @@ def pair(train: list[float], rollout: list[float]) -> tuple[torch.Tensor, torch.
 # --- the training does not notice -----------------------------------------------------------------------------------
 
 
-def test_update_keeps_no_graph_and_writes_no_input() -> None:
-    """Kills: a missing `no_grad`; `masked_fill_` on the caller's tensor; a kept reference to the input."""
-    train = (-torch.arange(15.0).reshape(3, 5)).requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_update_keeps_no_graph_and_writes_no_input(dtype: torch.dtype) -> None:
+    """Kills: a missing `no_grad`; `masked_fill_` on the caller's tensor; a kept reference to the input.
+
+    What is float64 already needs no conversion, and so might be worked on as it is.
+    """
+    train = (-torch.arange(15.0, dtype=dtype).reshape(3, 5)).requires_grad_()
     scaled = train * 1.0
     rollout, mask = scaled.detach() - 0.1, (torch.arange(15).reshape(3, 5) % 4 != 1)
     rollout[0, 0] = math.nan
@@ -488,7 +492,7 @@ def test_update_keeps_no_graph_and_writes_no_input() -> None:
     assert all(torch.equal(given[n].detach().nan_to_num(), copies[n].nan_to_num()) for n in given)
     assert not collector.pack().requires_grad
     scaled.sum().backward()
-    assert torch.equal(train.grad, torch.ones(3, 5))
+    assert torch.equal(train.grad, torch.ones(3, 5, dtype=dtype))
     before = state(collector)
     with torch.no_grad():
         rollout.fill_(-7.0), mask.fill_(True), fields["token_ids"].fill_(0)
