@@ -11,7 +11,7 @@ TEST_TOOLS := hypothesis pytest pytest-timeout
 # megatron-core warns at import that TransformerEngine and Apex are not there.
 RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::UserWarning
 
-.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow fuzz diagnosis bench lint format clean
+.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow faults promises mutation fuzz diagnosis bench lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,7 +22,10 @@ help:
 	@echo "make test-integrations      integrations with the real packages; ENGINE=vllm adds TRL's vLLM path"
 	@echo "make test-versions          megatron-core 0.12.3, 0.14.0, 0.16.1 and 0.19.2"
 	@echo "make test-slow              minutes-long tests"
+	@echo "make promises               break each promise on purpose: docs/promises.md"
+	@echo "make mutation               change the core blindly, 400 times: docs/mutation.md, about an hour"
 	@echo "make fuzz [SECONDS=60]      coverage-guided fuzzing of all readers, so long each"
+	@echo "make faults                 what happens when something goes wrong: docs/faults.md"
 	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
 	@echo "make bench                  benchmarks beside others: docs/benchmarks.md, ten minutes or so"
 	@echo "make lint                   ruff and mypy"
@@ -114,6 +117,23 @@ fuzz: $(VENV)/.installed
 	$(BIN)/pip install --quiet "atheris>=2.3"
 	for target in dump pickled report log; do $(RUN) $(BIN)/python -m fuzz $$target $(SECONDS) || exit 1; done
 
+faults: $(VENV)/.installed
+	$(RUN) $(BIN)/python tools/fault_table.py docs/faults.md
+
+promises: $(VENV)/.installed
+	$(RUN) $(BIN)/python tools/promises.py --write docs/promises.md
+
+# Without numba, which would measure in place of the reference.
+$(VENV)-mutation/.installed: pyproject.toml
+	test -x $(VENV)-mutation/bin/python || $(PYTHON) -m venv $(VENV)-mutation
+	$(VENV)-mutation/bin/python -c "import torch" 2>/dev/null || $(VENV)-mutation/bin/pip install --quiet "$(TORCH)"
+	$(VENV)-mutation/bin/pip install --quiet --editable ".[example,report,tables,tensorboard,torchmetrics,yaml]" \
+		hypothesis "mutmut>=3.8" pytest pytest-timeout
+	touch $@
+
+mutation: $(VENV)-mutation/.installed
+	$(RUN) $(VENV)-mutation/bin/python tools/mutation.py --write docs/mutation.md
+
 diagnosis: $(VENV)/.installed
 	$(RUN) $(BIN)/python benchmarks/diagnosis/study.py held-out docs/diagnosis.md
 
@@ -140,4 +160,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl $(VENV)-frameworks $(VENV)-bench .venvs build dist runs *.egg-info
+	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl $(VENV)-frameworks $(VENV)-bench $(VENV)-mutation .venvs mutants build dist runs *.egg-info

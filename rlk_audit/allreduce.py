@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -114,7 +115,7 @@ def all_reduce(collector: Collector, group: Group = None, async_op: bool = False
     Raises:
         LayoutMismatchError: ranks packed with different settings (every rank raises).
         ValueError: this process is not in the group.
-        RuntimeError: the backend's own failure.
+        RuntimeError: the reduction failed, as where a rank has ended; the backend's own failure is its cause.
     """
     group_rank, group_size = group_place(group)
     if group_rank < 0:
@@ -170,12 +171,21 @@ class Pending:
         """Wait for the reduction and return the group's report, the same one each time."""
         if self._report is None:
             if self._work is not None:
-                self._work.wait()
+                self._wait_for(self._work)
             read = None if self._host_copy is None else self._host_copy.wait
             self._report = StepReport.from_vector(
                 self._vector, self._config, self.group_size, read=read, hosts=self._hosts
             )
         return self._report
+
+    @staticmethod
+    def _wait_for(work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the audit's reduction failed; has a rank of its group ended, or does one stand still? ({error})"
+            ) from error
 
 
 class _PinnedCopy:
@@ -283,12 +293,22 @@ def world_group() -> Group:
 
 
 def own_gloo_group(group: Group = None) -> Group:
-    """Collective: every rank of ``group`` must call this. Return a new gloo group of the same ranks."""
+    """Collective: every rank of ``group`` must call this. Return a new gloo group of the same ranks and timeout."""
     if not is_distributed():
         return None
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    created: Group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    own = group if group is not None else dist.group.WORLD
+    ranks, timeout = dist.get_process_group_ranks(own), _timeout(own)
+    created: Group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
     return created
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """Return how long a group's collectives may take; None, which stands for the default, where it does not say."""
+    try:
+        found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return found
 
 
 def share_failure(message: str | None, group: Group = None) -> str | None:

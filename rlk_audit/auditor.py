@@ -208,7 +208,7 @@ class Auditor:
             # A strict audit that ended in silence would pass for one that passes.
             if not self._side_group or self.config.mode == "strict" or isinstance(error, LayoutMismatchError):
                 raise
-            logger.error("the audit ends at step %s, the training goes on: its reduction failed (%s)", step, error)
+            logger.error("the audit ends at step %s, the training goes on: %s", step, error)
             self.collector = self._in_flight = None
             if self._evidence is not None:
                 self._evidence.clear()
@@ -293,7 +293,7 @@ class Auditor:
             else:
                 self._finish(step, pending)
         except RuntimeError as error:  # closing must come to its end
-            logger.warning("step %s is lost: its reduction failed (%s)", step, error)
+            logger.warning("step %s is lost: %s", step, error)
 
     def _finish(self, step: int, pending: Pending) -> StepReport:
         report = pending.wait()

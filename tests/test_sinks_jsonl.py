@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import multiprocessing
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from sink_reports import files_of_at_most, lines_of, report, run, steps_of
 
 from rlk_audit import AuditConfig
 from rlk_audit.sinks import JsonlSink
-from rlk_audit.sinks.jsonl import MAX_HELD_LINES
+from rlk_audit.sinks.jsonl import LOCK_SECONDS, MAX_HELD_LINES
 
 
 def test_a_full_disk_raises_and_loses_nothing(tmp_path: Path) -> None:
@@ -163,3 +166,54 @@ def test_a_run_resumed_at_an_earlier_step_repeats_it(tmp_path: Path) -> None:
         sink.close()
     assert steps_of(path) == [5, 6, 7, 5, 6]
     assert all(line["metrics"] for line in lines_of(path))
+
+
+def write_steps(path: Path, first: int, count: int, max_bytes: int | None) -> None:
+    """Write so many steps, as a run that ends and is resumed every few."""
+    made = report(0)
+    for begin in range(first, first + count, 10):
+        sink = JsonlSink(path, max_bytes=max_bytes)
+        for made.step in range(begin, begin + 10):
+            sink.write(made)
+        sink.close()
+
+
+@pytest.mark.parametrize("max_bytes", [None, 40_000])
+def test_two_runs_in_one_file_lose_nothing(max_bytes: int | None, tmp_path: Path) -> None:
+    """Kills: a line of the other cut off as partial at a set-up; a file moved onto another that was moved aside."""
+    path, count = tmp_path / "audit.jsonl", 200
+    spawn = multiprocessing.get_context("spawn")
+    runs = [spawn.Process(target=write_steps, args=(path, 1000 * run, count, max_bytes)) for run in range(2)]
+    for process in runs:
+        process.start()
+    for process in runs:
+        process.join()
+    assert [process.exitcode for process in runs] == [0, 0]
+    found = [step for file in tmp_path.glob("audit*.jsonl") for step in steps_of(file)]
+    assert sorted(found) == [*range(count), *range(1000, 1000 + count)]
+
+
+def test_a_file_that_another_process_holds_is_waited_for_a_moment(tmp_path: Path) -> None:
+    """As one that was stopped while it wrote. Kills: a wait without an end; a line that is given up."""
+    path = tmp_path / "audit.jsonl"
+    sink = JsonlSink(path)
+    with path.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"another process holds .*audit\.jsonl"):
+            sink.write(report(1))
+        assert LOCK_SECONDS <= time.monotonic() - begin < LOCK_SECONDS + 5
+    sink.write(report(2))
+    sink.close()
+    assert steps_of(path) == [1, 2]
+
+
+def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    sink = JsonlSink(tmp_path / "audit.jsonl")
+    sink.write(report(1))
+    sink.close()
+    assert steps_of(tmp_path / "audit.jsonl") == [1]

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
+import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlk_audit.report import StepReport
 from rlk_audit.sinks.base import refuse_rank_scope
 
+if sys.platform != "win32":
+    import fcntl
+
 MAX_HELD_LINES = 256
 """Lines kept for later while the file cannot be written; the oldest are given up first."""
+LOCK_SECONDS = 1.0
+"""How long another process that writes to the file is waited for."""
 
 
 class JsonlSink:
@@ -19,7 +28,8 @@ class JsonlSink:
 
     A partial last line, left by a process that died while writing, is cut off first, so every line can be read. A
     deleted file or folder is made anew. Lines that could not be written, as on a full disk, are held and go first once
-    writing works again.
+    writing works again. Several processes may write to one file, where the file system has locks: each line stays
+    whole.
 
     Args:
         path: the file; its folder is made.
@@ -39,7 +49,9 @@ class JsonlSink:
         self._max_bytes = max_bytes
         self._accept_rank_scope = accept_rank_scope
         self._held: deque[bytes] = deque(maxlen=MAX_HELD_LINES)
-        self._file: int | None = _open(self.path)
+        self._file: int | None = None
+        with self._alone():  # to fail here rather than in a step
+            pass
 
     def write(self, report: StepReport) -> None:
         """Append the report as one line, after those that are held."""
@@ -57,26 +69,46 @@ class JsonlSink:
     def _write_held(self) -> None:
         while self._held:
             line = self._held[0]
-            file = self._file_for(len(line))
             try:
-                _write_whole(file, line)
+                self._make_room(len(line))
+                with self._alone() as file:
+                    _write_whole(file, line)
             except OSError:
-                # Opened anew next time, which cuts off what was written of the line.
                 self._let_go()
                 raise
             self._held.popleft()
 
-    def _file_for(self, line_length: int) -> int:
-        if self._file is not None and not _is_at(self._file, self.path):
-            self._let_go()
-        if self._file is None:
-            self._file = _open(self.path)
-        size = os.fstat(self._file).st_size
-        if self._max_bytes is not None and size > 0 and size + line_length > self._max_bytes:
-            self._let_go()
-            self.path.rename(_next_free(self.path))
-            self._file = _open(self.path)
-        return self._file
+    def _make_room(self, line_length: int) -> None:
+        """Move the file aside if it would become too large."""
+        if self._max_bytes is None:
+            return
+        with self._alone() as file:
+            size = os.fstat(file).st_size
+            if size > 0 and size + line_length > self._max_bytes:
+                self.path.rename(_next_free(self.path))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[int]:
+        """Hold the file that stands at the path against other processes; its last line is whole."""
+        file = self._hold()
+        try:
+            _mend_last_line(file)
+            yield file
+        finally:
+            _unlock(file)
+
+    def _hold(self) -> int:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < deadline:
+            if self._file is None:
+                self._file = _open(self.path)
+            if not _lock(self._file):
+                time.sleep(0.001)
+            elif _is_at(self._file, self.path):
+                return self._file
+            else:  # moved aside, perhaps by who held it until now
+                self._let_go()
+        raise TimeoutError(f"another process holds {self.path}")
 
     def _let_go(self) -> None:
         file, self._file = self._file, None
@@ -86,9 +118,29 @@ class JsonlSink:
 
 def _open(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file():
-        _mend_last_line(path)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    if os.fstat(file).st_size and os.pread(file, 1, 0) != b"{":
+        os.close(file)
+        raise ValueError(f"{path} holds something else than lines of JSON objects, so nothing is appended to it")
+    return file
+
+
+def _lock(file: int) -> bool:
+    """Return whether the file is this process's now; where there are no locks, it always is."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # some network file systems have none
+            pass
+    return True
+
+
+def _unlock(file: int) -> None:
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _write_whole(file: int, line: bytes) -> None:
@@ -111,36 +163,27 @@ def _next_free(path: Path) -> Path:
     return moved
 
 
-def _mend_last_line(path: Path) -> None:
+def _mend_last_line(file: int) -> None:
     """Cut off a last line that is not whole; a whole one that only lacks its end gets it."""
-    with path.open("rb+") as file:
-        if file.read(1) not in (b"", b"{"):
-            raise ValueError(f"{path} holds something else than lines of JSON objects, so nothing is appended to it")
-        end = file.seek(0, os.SEEK_END)
-        start = _start_of_last_line(path)
-        file.seek(start)
-        tail = file.read()
-        if not tail:
-            return
-        try:
-            json.loads(tail)
-        except ValueError:
-            file.truncate(start)
-        else:
-            file.seek(end)
-            file.write(b"\n")
+    end = os.fstat(file).st_size
+    if end == 0 or os.pread(file, 1, end - 1) == b"\n":
+        return
+    start = _start_of_last_line(file, end)
+    try:
+        json.loads(os.pread(file, end - start, start))
+    except ValueError:
+        os.ftruncate(file, start)
+    else:
+        _write_whole(file, b"\n")
 
 
-def _start_of_last_line(path: Path) -> int:
+def _start_of_last_line(file: int, end: int) -> int:
     """Return where the text behind the last line's end begins."""
     block = 1 << 16
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            begin = max(end - block, 0)
-            file.seek(begin)
-            found = file.read(end - begin).rfind(b"\n")
-            if found >= 0:
-                return begin + found + 1
-            end = begin
+    while end > 0:
+        begin = max(end - block, 0)
+        found = os.pread(file, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
     return 0
