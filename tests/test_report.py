@@ -232,3 +232,23 @@ def test_one_failed_update_makes_the_group_s_report_incomplete() -> None:
     assert report.complete is False
     assert report.to_dict()["complete"] is False
     assert [row.update_failed for row in report.rank_table] == [0, 1]
+
+
+def test_a_vector_that_is_read_otherwise_is_read_once_and_late() -> None:
+    """As from pinned memory, where it lies when the copy has ended."""
+    given, calls = summed([collector([0.5])]), []
+
+    def read() -> torch.Tensor:
+        calls.append(None)
+        return given
+
+    made = StepReport.from_vector(torch.zeros_like(given, device="meta"), CONFIG, read=read)
+    assert not calls
+    assert made.metrics["compared_token_count"] == 1 and made.metrics["abs_dlogp_max"] == 0.5
+    assert made.to_dict() and len(calls) == 1
+
+
+def test_the_hash_of_a_state_is_an_integer_of_it() -> None:
+    one, same, other = (collector(drifts).digest() for drifts in ([0.5, 1.0], [1.0, 0.5], [0.5, 1.5]))
+    assert one.dtype == torch.int64
+    assert one == same != other

@@ -180,6 +180,13 @@ def test_update_writes_no_input_and_keeps_no_graph() -> None:
     assert not made.counts.requires_grad
 
 
+@pytest.mark.parametrize("power", [5, 6, 7, 8])
+def test_every_grouping_power_from_5_to_8_is_taken(power: int) -> None:
+    made = LogHistogram(power)
+    made.update([1.0, 2.0, 3.0])
+    assert made.quantile("0.5") == pytest.approx(2.0, rel=2.0**-power)
+
+
 @pytest.mark.parametrize("power", [4, 9, 6.0, "6", True])
 def test_a_wrong_grouping_power_is_told(power: object) -> None:
     with pytest.raises(ValueError, match=r"^grouping_power must be an integer from 5 to 8, got") as caught:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlk_audit import AuditConfig, Collector, StepReport, TokenBatch
+from rlk_audit.places import zigzag_spans
 from rlk_audit.ragged import to_float_and_missing
 
 
@@ -200,7 +201,57 @@ def test_a_pack_of_unequal_arrays_is_refused_whole() -> None:
     )
     report = report_of(batch)
     assert report.warnings == {"length_mismatch": 3, "nothing_compared": 1}
-    assert report.metrics["active_token_count"] == 12
+    assert report.metrics["active_token_count"] == report.metrics["total_token_count"] == 12
+
+
+@pytest.mark.parametrize(("samples", "told"), [(8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7, ...")])
+def test_eight_samples_of_a_refused_pack_are_named(samples: int, told: str) -> None:
+    batch = TokenBatch.from_packed(
+        array(samples), array(1), torch.ones(samples), cu_seqlens=range(samples + 1), sample_index=list(range(samples))
+    )
+    assert f"(sample_index {told}) is refused" in batch.refusal
+
+
+def test_a_pack_of_one_row_keeps_its_labels_and_columns() -> None:
+    config = AuditConfig(breakdowns={"engine": ("e0", "e1")})
+    row, codes = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[0, 1, 1]])
+    reports = []
+    for train, rollout, mask, labels in (
+        (row, row - 0.5, torch.ones(1, 3), codes),
+        (row[0], row[0] - 0.5, torch.ones(3), codes[0]),
+    ):
+        collector = Collector(config)
+        collector.update(TokenBatch.from_packed(train, rollout, mask, cu_seqlens=[0, 1, 3], labels={"engine": labels}))
+        reports.append(collector.compute().to_dict())
+    assert reports[0] == reports[1]
+    assert [bucket["compared_token_count"] for bucket in reports[0]["breakdowns"]["engine"]] == [0, 1, 2], (
+        "unknown first"
+    )
+
+
+def test_a_position_that_is_no_integer_is_named() -> None:
+    collector = Collector(AuditConfig(breakdowns={"position": "auto"}))
+    collector.update([-1.0], [-1.0], [1], token_position=torch.tensor([0.5]))
+    assert collector.last_error is not None and "token_position must be integers" in collector.last_error
+
+
+# --- context parallelism by spans -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_zigzag_spans_are_where_the_token_in_front_lies(cp_size: int) -> None:
+    """One by one: token t is scored at position t - 1, which lies in the chunk of that place."""
+    for total in range(1, 14):
+        for response in range(total):
+            for padded in {total, total + 3}:
+                width = -(-padded // (2 * cp_size))
+                owned: list[list[int]] = [[] for _ in range(cp_size)]
+                for token in range(total - response, total):
+                    chunk = (token - 1) // width if cp_size > 1 else 0
+                    owned[min(chunk, 2 * cp_size - 1 - chunk)].append(token - (total - response))
+                for cp_rank in range(cp_size):
+                    early, late = zigzag_spans(total, response, padded, cp_rank, cp_size)
+                    assert [*early, *late] == owned[cp_rank]
 
 
 # --- ragged lists -----------------------------------------------------------------------------------------------------
