@@ -11,7 +11,7 @@ TEST_TOOLS := hypothesis pytest pytest-timeout
 # megatron-core warns at import that TransformerEngine and Apex are not there.
 RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::UserWarning
 
-.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow diagnosis bench lint format clean
+.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow diagnosis bench tables docs lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,8 @@ help:
 	@echo "make test-slow              minutes-long tests"
 	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
 	@echo "make bench                  benchmarks beside others: docs/benchmarks.md, ten minutes or so"
+	@echo "make tables                 tables and figures of the documents, from the code"
+	@echo "make docs                   the documents as a site: site/index.html"
 	@echo "make lint                   ruff and mypy"
 
 install: $(VENV)/.installed
@@ -123,6 +125,19 @@ bench: $(VENV)-bench/.installed
 		--verl-python "$(wildcard $(VENV)-verl/bin/python)" $(BENCH_ARGS)
 	$(VENV)-bench/bin/python -m benchmarks.write docs/benchmarks/results.json docs/benchmarks.md
 
+tables: $(VENV)/.installed
+	$(BIN)/python tools/doc_tables.py
+	$(BIN)/python tools/figures.py
+
+# The site needs nothing of the package.
+$(VENV)-docs/.installed: Makefile
+	test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet "mkdocs-material>=9.6,<10"
+	touch $@
+
+docs: $(VENV)-docs/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -133,4 +148,5 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl $(VENV)-frameworks $(VENV)-bench .venvs build dist runs *.egg-info
+	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl $(VENV)-frameworks $(VENV)-bench $(VENV)-docs .venvs build dist site \
+		runs *.egg-info

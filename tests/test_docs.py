@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from rlk_audit.report import metric_names
 from rlk_audit.warning_log import MEANINGS
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools import doc_tables, figures  # noqa: E402
+
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *DOCS]
 
 
 def blocks(path: Path) -> list[str]:
@@ -47,7 +53,26 @@ def test_every_metric_and_warning_is_documented() -> None:
     assert [name for name in sorted(names | set(MEANINGS)) if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *DOCS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_tables_are_those_of_the_code(path: Path) -> None:
+    """`make tables` writes them."""
+    text = path.read_text(encoding="utf-8")
+    assert text == doc_tables.with_tables(text)
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_figures_are_those_of_the_code(name: str) -> None:
+    """`make tables` draws them."""
+    assert (figures.FOLDER / name).read_text(encoding="utf-8") == figures.FIGURES[name]()
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    """Kills: a page that nobody can reach. What else is wrong with the site `make docs` finds."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    assert [path.name for path in DOCS if f": {path.name}\n" not in navigation] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target
