@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlk_audit import AuditConfig
+from rlk_audit import AuditConfig, metric_table
+from rlk_audit.breakdowns import Bucket
+from rlk_audit.config import TOKEN_CLASSES
+from rlk_audit.metric_table import Entry
 from rlk_audit.report import metric_names
 from rlk_audit.warning_log import MEANINGS
 
@@ -47,10 +52,28 @@ def test_the_example_of_torchmetrics_prints_what_it_says(capsys: pytest.CaptureF
     assert f"```\n{capsys.readouterr().out}```" in path.read_text(encoding="utf-8")
 
 
-def test_every_metric_and_warning_is_documented() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    names = {name for name in metric_names(AuditConfig(samples_per_step=1)) if not name.startswith("warning/")}
-    assert [name for name in sorted(names | set(MEANINGS)) if f"`{name}`" not in text] == []
+def names_in(entries: Iterable[Entry]) -> list[str]:
+    return [name for entry in entries for name in entry.names]
+
+
+def test_every_number_of_a_report_is_in_the_table_once() -> None:
+    assert names_in(metric_table.CLASSES) == list(TOKEN_CLASSES)
+    of_steps, of_samples = names_in(metric_table.METRICS), names_in(metric_table.SAMPLE_METRICS)
+    plain, with_samples = (
+        [name for name in metric_names(AuditConfig(samples_per_step=slots)) if not name.startswith("warning/")]
+        for slots in (None, 1)
+    )
+    assert sorted(of_steps) == sorted(plain)
+    assert sorted(of_steps + of_samples) == sorted(with_samples)
+    assert sorted(names_in(metric_table.WARNINGS)) == sorted(MEANINGS)
+    figures_of_a_bucket = [field.name for field in dataclasses.fields(Bucket) if field.name != "name"]
+    assert names_in(metric_table.BUCKET_FIGURES) == figures_of_a_bucket
+
+
+def test_the_metrics_page_has_every_table() -> None:
+    """Kills: a page that lost a table, or its marks, and so agrees with the code in what is left."""
+    found = doc_tables.MARKED.findall((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
+    assert [name for _, name, _ in found] == ["classes", "metrics", "bucket_figures", "sample_metrics", "warnings"]
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

@@ -12,7 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from rlk_audit import metric_table
 from rlk_audit.diagnose import CHECK_FIRST
+from rlk_audit.metric_table import Entry
 from rlk_audit.sketch import bins_per_side, relative_accuracy, sketch_length
 from rlk_audit.warning_log import MEANINGS
 
@@ -25,6 +27,31 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     cells = ([cell.replace("|", r"\|") for cell in line] for line in lines)
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def entries(head: Sequence[str], found: Iterable[Entry]) -> str:
+    rows = ((", ".join(f"`{name}`" for name in entry.names), entry.unit, entry.text) for entry in found)
+    return table(head, rows)
+
+
+def classes() -> str:
+    return table(("class", "when"), ((", ".join(map("`{}`".format, e.names)), e.text) for e in metric_table.CLASSES))
+
+
+def metrics() -> str:
+    return entries(("key", "unit", "formula"), metric_table.METRICS)
+
+
+def sample_metrics() -> str:
+    return entries(("key", "unit", "formula"), metric_table.SAMPLE_METRICS)
+
+
+def bucket_figures() -> str:
+    return entries(("figure of a bucket", "unit", "what"), metric_table.BUCKET_FIGURES)
+
+
+def warnings() -> str:
+    return entries(("code", "unit", "counts"), metric_table.WARNINGS)
 
 
 def meanings() -> str:
@@ -43,7 +70,10 @@ def sketch() -> str:
     return table(("k", "bins a side", "counts", "bound e"), rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"meanings": meanings, "causes": causes, "sketch": sketch}
+TABLES: dict[str, Callable[[], str]] = {
+    make.__name__: make
+    for make in (classes, metrics, sample_metrics, bucket_figures, warnings, meanings, causes, sketch)
+}
 
 
 def with_tables(text: str) -> str:
