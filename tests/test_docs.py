@@ -1,4 +1,4 @@
-"""The documents' code runs as it stands, and what they name exists."""
+"""What the documents name exists, and what the code knows stands in them; test_docs_code.py runs their code."""
 
 from __future__ import annotations
 
@@ -29,27 +29,6 @@ PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md
 
 def blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
-def test_inputs_run_in_order() -> None:
-    names: dict[str, object] = {}
-    found = blocks(ROOT / "docs" / "inputs.md")
-    assert len(found) == 6
-    for block in found:
-        exec(block, names)
-
-
-def test_the_plain_example_of_the_readme_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = [block for block in blocks(ROOT / "README.md") if "print(" in block]
-    exec(block, {})
-    assert f"```\n{capsys.readouterr().out}```" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_example_of_torchmetrics_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    path = ROOT / "docs" / "integrations.md"
-    (block,) = [block for block in blocks(path) if "print(" in block]
-    exec(block, {})
-    assert f"```\n{capsys.readouterr().out}```" in path.read_text(encoding="utf-8")
 
 
 def names_in(entries: Iterable[Entry]) -> list[str]:
