@@ -11,7 +11,7 @@ TEST_TOOLS := hypothesis pytest pytest-timeout
 # megatron-core warns at import that TransformerEngine and Apex are not there.
 RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::UserWarning
 
-.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow diagnosis bench tables docs lint format clean
+.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow test-wheel diagnosis bench tables docs lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test-integrations      integrations with the real packages; ENGINE=vllm adds TRL's vLLM path"
 	@echo "make test-versions          megatron-core 0.12.3, 0.14.0, 0.16.1 and 0.19.2"
 	@echo "make test-slow              minutes-long tests"
+	@echo "make test-wheel             the built packages, installed and tested elsewhere"
 	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
 	@echo "make bench                  benchmarks beside others: docs/benchmarks.md, ten minutes or so"
 	@echo "make tables                 tables and figures of the documents, from the code"
@@ -108,6 +109,10 @@ test-versions:
 
 test-slow: $(VENV)/.installed
 	$(RUN) $(BIN)/python -m pytest -m slow
+
+# The sdist and the wheel, built, and the wheel installed and tested outside the repository.
+test-wheel: $(VENV)/.installed
+	$(RUN) $(BIN)/python -m pytest -m "slow or not slow" tests/test_packaging.py
 
 diagnosis: $(VENV)/.installed
 	$(RUN) $(BIN)/python benchmarks/diagnosis/study.py held-out docs/diagnosis.md
