@@ -38,6 +38,27 @@ def project() -> str:
     return (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
+def requirements() -> dict[str, list[str]]:
+    """Extra -> its requirements; those of the package itself under the empty name."""
+    (own,) = re.findall(r"^dependencies = \[(.*)\]$", project(), re.MULTILINE)
+    extras = project().split("[project.optional-dependencies]\n")[1].split("\n[tool.")[0]
+    found = {"": own} | dict(re.findall(r"^([a-z]+) = \[(.*?)\]$", extras, re.MULTILINE | re.DOTALL))
+    return {extra: re.findall(r'"([^"]+)"', listed) for extra, listed in found.items()}
+
+
+def test_every_dependency_has_a_lower_bound() -> None:
+    found = requirements()
+    assert found[""] and found["fast"] == ["numba>=0.61"] and len(found["dev"]) > 10
+    unbound = [text for texts in found.values() for text in texts if not re.match(r"[A-Za-z0-9._-]+>=\d", text)]
+    assert unbound == []
+    assert [text for texts in found.values() for text in texts if "==" in text.split(";")[0]] == []
+
+
+def test_every_extra_is_in_the_readme() -> None:
+    install = (ROOT / "README.md").read_text(encoding="utf-8").split("## Install\n")[1].split("\n## ")[0]
+    assert [extra for extra in requirements() if extra and f"`{extra}`" not in install] == []
+
+
 def citation() -> Mapping[str, str]:
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     return dict(re.findall(r"^([a-z-]+):(?: (.+))?$", text, re.MULTILINE))
