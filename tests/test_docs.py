@@ -21,7 +21,7 @@ from rlk_audit.warning_log import MEANINGS
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools import doc_tables, figures  # noqa: E402
+from tools import check_megatron_versions, doc_tables, figures  # noqa: E402
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *DOCS]
@@ -72,6 +72,14 @@ def test_every_page_has_a_place_in_the_site() -> None:
     """Kills: a page that nobody can reach. What else is wrong with the site `make docs` finds."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
     assert [path.name for path in DOCS if f": {path.name}\n" not in navigation] == []
+
+
+def test_the_releases_that_make_installs_are_in_the_table_of_versions() -> None:
+    """Kills: a release that moved in the Makefile alone."""
+    table = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    pinned = re.findall(r"[\w-]+==([\d.]+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    expected = {*pinned, *check_megatron_versions.VERSIONS.split(",")}
+    assert len(expected) > 8 and [release for release in sorted(expected) if release not in table] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
