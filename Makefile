@@ -11,7 +11,8 @@ TEST_TOOLS := hypothesis pytest pytest-timeout
 # megatron-core warns at import that TransformerEngine and Apex are not there.
 RUN := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::UserWarning
 
-.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow faults promises mutation fuzz diagnosis bench lint format clean
+.PHONY: help install demo test test-layouts test-sinks test-integrations test-versions test-slow test-wheel faults \
+	promises mutation fuzz diagnosis bench tables docs lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,12 +23,15 @@ help:
 	@echo "make test-integrations      integrations with the real packages; ENGINE=vllm adds TRL's vLLM path"
 	@echo "make test-versions          megatron-core 0.12.3, 0.14.0, 0.16.1 and 0.19.2"
 	@echo "make test-slow              minutes-long tests"
+	@echo "make test-wheel             the built packages, installed and tested elsewhere"
 	@echo "make promises               break each promise on purpose: docs/promises.md"
 	@echo "make mutation               change the core blindly, 400 times: docs/mutation.md, about an hour"
 	@echo "make fuzz [SECONDS=60]      coverage-guided fuzzing of all readers, so long each"
 	@echo "make faults                 what happens when something goes wrong: docs/faults.md"
 	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
 	@echo "make bench                  benchmarks beside others: docs/benchmarks.md, ten minutes or so"
+	@echo "make tables                 tables and figures of the documents, from the code"
+	@echo "make docs                   the documents as a site: site/index.html"
 	@echo "make lint                   ruff and mypy"
 
 install: $(VENV)/.installed
@@ -111,6 +115,10 @@ test-versions:
 test-slow: $(VENV)/.installed
 	$(RUN) $(BIN)/python -m pytest -m slow
 
+# The sdist and the wheel, built, and the wheel installed and tested outside the repository.
+test-wheel: $(VENV)/.installed
+	$(RUN) $(BIN)/python -m pytest -m "slow or not slow" tests/test_packaging.py
+
 SECONDS ?= 60
 
 fuzz: $(VENV)/.installed
@@ -150,6 +158,19 @@ bench: $(VENV)-bench/.installed
 		--verl-python "$(wildcard $(VENV)-verl/bin/python)" $(BENCH_ARGS)
 	$(VENV)-bench/bin/python -m benchmarks.write docs/benchmarks/results.json docs/benchmarks.md
 
+tables: $(VENV)/.installed
+	$(BIN)/python tools/doc_tables.py
+	$(BIN)/python tools/figures.py
+
+# The site needs nothing of the package.
+$(VENV)-docs/.installed: Makefile
+	test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet "mkdocs-material>=9.6,<10"
+	touch $@
+
+docs: $(VENV)-docs/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -160,4 +181,5 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl $(VENV)-frameworks $(VENV)-bench $(VENV)-mutation .venvs mutants build dist runs *.egg-info
+	rm -rf $(VENV) $(VENV)-sinks $(VENV)-trl $(VENV)-verl $(VENV)-frameworks $(VENV)-bench $(VENV)-docs \
+		$(VENV)-mutation .venvs mutants build dist site runs *.egg-info

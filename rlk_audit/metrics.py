@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,14 +154,7 @@ class Totals:
 
 def step_metrics(totals: Totals) -> dict[str, float | int]:
     """Return every metric of a step by key; NaN where there is nothing to say."""
-    values: dict[str, float | int] = {}
-    values |= _quantiles_and_extremes(totals)
-    values |= _means(totals)
-    values |= _shares(totals)
-    values |= _counts(totals)
-    if totals.samples is not None:
-        values |= totals.samples.metrics()
-    return values
+    return {name: value for figures in FIGURES for name, value in figures(totals).items()}
 
 
 def step_warnings(totals: Totals) -> dict[str, int]:
@@ -314,6 +307,20 @@ def _updates_since_rollout(totals: Totals) -> dict[str, float | int]:
         return dict.fromkeys(keys, math.nan)
     least, most = int(low[known].min()), int(high[known].max())
     return dict(zip(keys, (least, most, least if least == most else math.nan), strict=True))
+
+
+def _of_samples(totals: Totals) -> Mapping[str, float | int]:
+    return {} if totals.samples is None else totals.samples.metrics()
+
+
+FIGURES: tuple[Callable[[Totals], Mapping[str, float | int]], ...] = (
+    _quantiles_and_extremes,
+    _means,
+    _shares,
+    _counts,
+    _of_samples,
+)
+"""What makes the metrics of a step, each some of them."""
 
 
 def _pearson(totals: Totals) -> float:

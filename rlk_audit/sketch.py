@@ -10,7 +10,7 @@ Cost. ``2 * (48 << k) + 5`` int64 counts: 49 KB for k = 6, whatever the data.
 How. The bit pattern of a non-negative float32 grows with its value, so ``bits >> (23 - k)`` is a monotone key that
 splits every power of two into 2^k equal bins: the bucketing of HdrHistogram (G. Tene) and the linearly interpolated
 mapping of DDSketch (Masson, Rim, Lee, VLDB 2019) without a logarithm, whose rounding differs between devices. Counts
-are integers, so a merged sketch depends on the multiset of values alone. The proof stands in docs/design.md.
+are integers, so a merged sketch depends on the multiset of values alone. The proof stands in docs/sketch.md.
 """
 
 from __future__ import annotations

@@ -1,38 +1,59 @@
-"""The documents' code runs as it stands, and what they name exists."""
+"""What the documents name exists, and what the code knows stands in them; test_docs_code.py runs their code."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlk_audit import AuditConfig
+from rlk_audit import AuditConfig, metric_table
+from rlk_audit.breakdowns import Bucket
+from rlk_audit.config import TOKEN_CLASSES
+from rlk_audit.metric_table import Entry
 from rlk_audit.report import metric_names
 from rlk_audit.warning_log import MEANINGS
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools import check_megatron_versions, doc_tables, figures  # noqa: E402
+
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *DOCS]
 
 
 def blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_inputs_run_in_order() -> None:
-    names: dict[str, object] = {}
-    found = blocks(ROOT / "docs" / "inputs.md")
-    assert len(found) == 6
-    for block in found:
-        exec(block, names)
+def names_in(entries: Iterable[Entry]) -> list[str]:
+    return [name for entry in entries for name in entry.names]
 
 
-def test_the_plain_example_of_the_readme_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = [block for block in blocks(ROOT / "README.md") if "print(" in block]
-    exec(block, {})
-    assert f"```\n{capsys.readouterr().out}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_every_number_of_a_report_is_in_the_table_once() -> None:
+    assert names_in(metric_table.CLASSES) == list(TOKEN_CLASSES)
+    of_steps, of_samples = names_in(metric_table.METRICS), names_in(metric_table.SAMPLE_METRICS)
+    plain, with_samples = (
+        [name for name in metric_names(AuditConfig(samples_per_step=slots)) if not name.startswith("warning/")]
+        for slots in (None, 1)
+    )
+    assert sorted(of_steps) == sorted(plain)
+    assert sorted(of_steps + of_samples) == sorted(with_samples)
+    assert sorted(names_in(metric_table.WARNINGS)) == sorted(MEANINGS)
+    figures_of_a_bucket = [field.name for field in dataclasses.fields(Bucket) if field.name != "name"]
+    assert names_in(metric_table.BUCKET_FIGURES) == figures_of_a_bucket
+
+
+def test_the_metrics_page_has_every_table() -> None:
+    """Kills: a page that lost a table, or its marks, and so agrees with the code in what is left."""
+    found = doc_tables.MARKED.findall((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
+    assert [name for _, name, _ in found] == ["classes", "metrics", "bucket_figures", "sample_metrics", "warnings"]
 
 
 def test_the_readme_says_what_a_command_needs_before_it_shows_one() -> None:
@@ -70,13 +91,34 @@ def test_the_arguments_of_the_torchmetrics_update_are_documented() -> None:
     assert named == [name for name in inspect.signature(DlogpAudit.update).parameters if name != "self"]
 
 
-def test_every_metric_and_warning_is_documented() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    names = {name for name in metric_names(AuditConfig(samples_per_step=1)) if not name.startswith("warning/")}
-    assert [name for name in sorted(names | set(MEANINGS)) if f"`{name}`" not in text] == []
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_tables_are_those_of_the_code(path: Path) -> None:
+    """`make tables` writes them."""
+    text = path.read_text(encoding="utf-8")
+    assert text == doc_tables.with_tables(text)
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *DOCS], ids=lambda path: path.name)
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_figures_are_those_of_the_code(name: str) -> None:
+    """`make tables` draws them."""
+    assert (figures.FOLDER / name).read_text(encoding="utf-8") == figures.FIGURES[name]()
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    """Kills: a page that nobody can reach. What else is wrong with the site `make docs` finds."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    assert [path.name for path in DOCS if f": {path.name}\n" not in navigation] == []
+
+
+def test_the_releases_that_make_installs_are_in_the_table_of_versions() -> None:
+    """Kills: a release that moved in the Makefile alone."""
+    table = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    pinned = re.findall(r"[\w-]+==([\d.]+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    expected = {*pinned, *check_megatron_versions.VERSIONS.split(",")}
+    assert len(expected) > 8 and [release for release in sorted(expected) if release not in table] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target

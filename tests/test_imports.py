@@ -20,7 +20,7 @@ import rlk_audit
 PACKAGE = Path(rlk_audit.__file__).parent
 
 LEVELS = (
-    ("version", "config", "exact_sum", "places", "ragged", "verdict", "finding", "nonfinite"),
+    ("version", "config", "exact_sum", "places", "ragged", "verdict", "finding", "metric_table", "nonfinite"),
     ("sketch", "tokens", "metadata", "contracts", "token_table"),
     ("breakdowns", "samples"),
     ("layout",),

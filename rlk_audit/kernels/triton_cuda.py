@@ -120,6 +120,12 @@ def _count(table, place, where):  # type: ignore[no-untyped-def]
     tl.atomic_add(table + place, tl.sum(where.to(tl.int64)))
 
 
+@triton.jit
+def _float64(value):  # type: ignore[no-untyped-def]
+    """A scalar that stays float64 in a comparison: Triton 3.7 makes a Python number there a float32."""
+    return tl.full((), value, tl.float64)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _classify(  # type: ignore[no-untyped-def]
     train_in,
@@ -167,6 +173,8 @@ def _classify(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Count classes and thresholds; where a token is not compared make T, R and d 0 and its magnitude NO_TOKEN."""
+    floor, tolerance = _float64(floor), _float64(tolerance)
+    clip_low, clip_high = _float64(clip_low), _float64(clip_high)
     program = tl.program_id(0)
     table = tables + (program % copies).to(tl.int64) * length
     place = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -216,7 +224,7 @@ def _classify(  # type: ignore[no-untyped-def]
     _count(table, IDENTICAL, compared & (dlogp == 0.0))
     _count(table, CLIPPED_LOW, dlogp < clip_low)
     _count(table, CLIPPED_HIGH, dlogp > clip_high)
-    _count(table, TAIL_LN2, magnitude > LN2)
+    _count(table, TAIL_LN2, magnitude > _float64(LN2))
     _count(table, ZERO_FILL_SUSPECT, compared & (rollout == 0.0) & (train < ZERO_FILL_TRAIN_LOGP))
     tl.store(train_out + place, train, mask=inside)
     tl.store(rollout_out + place, rollout, mask=inside)
