@@ -1,6 +1,6 @@
 """Change the core on purpose, one place at a time, and see whether the tests notice.
 
-    python tools/mutation.py [--sample 400 | --all] [--seed 0] [--children 2] [--write docs/mutation.md]
+    python tools/mutation.py [--sample 400 | --all] [--seed 0] [--again] [--write docs/mutation.md]
 
 mutmut makes the mutants, and runs for each the tests that reach its function, in this process's environment. What
 those do not notice is tried on two real ranks under torchrun. A mutant is counted as killed when a test fails or never
@@ -183,6 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, default=400, help="mutants to draw")
     parser.add_argument("--all", action="store_true", help="every mutant: hours")
+    parser.add_argument("--again", action="store_true", help="run survivors anew, as after tests were added")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--children", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", type=Path, help="the page")
@@ -191,7 +192,8 @@ def main() -> int:
     mutmut("nothing", children=options.children)
     every = results()
     drawn = sorted(every) if options.all else sample(every, options.sample, options.seed)
-    todo = [name for name in drawn if every[name] is None]
+    stale = SURVIVED | NO_TESTS if options.again else set()
+    todo = [name for name in drawn if every[name] is None or every[name] in stale]
     if todo:
         mutmut(*todo, children=options.children)
     ended = results()
@@ -199,6 +201,8 @@ def main() -> int:
     if unclear:
         raise SystemExit(f"{len(unclear)} mutants ended otherwise: {dict(list(unclear.items())[:5])}; run again")
     killed = {name: ended[name] in KILLED for name in drawn}
+    if options.again:
+        ON_RANKS.unlink(missing_ok=True)
     killed |= try_on_ranks([name for name in drawn if not killed[name]], options.children)
     reasons = read_reasons()
     if options.write:
