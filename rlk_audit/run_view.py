@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,28 @@ class Causes:
     first_step: int | None
     last_step: int | None
     findings: tuple[Finding, ...]
+
+
+def join_causes(causes: Iterable[Causes]) -> tuple[Causes, ...]:
+    """Join neighbours that name the same causes in the same places; the strongest one's words stand for all.
+
+    Steps without findings are left out, and part what lies around them.
+    """
+    joined = []
+    for _, group in groupby(causes, key=_named):
+        neighbours = list(group)
+        if neighbours[0].findings:
+            strongest = max(neighbours, key=lambda found: found.findings[0].strength)
+            joined.append(Causes(neighbours[0].first_step, neighbours[-1].last_step, strongest.findings))
+    return tuple(joined)
+
+
+def _named(causes: Causes) -> tuple[object, ...]:
+    """Return codes and the places that the evidence names, such as an engine; its numbers differ from step to step."""
+    return tuple(
+        (finding.code, *(value for value in finding.evidence.values() if isinstance(value, str)))
+        for finding in causes.findings
+    )
 
 
 @dataclass(frozen=True, eq=False)

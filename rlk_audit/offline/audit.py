@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ from rlk_audit.allreduce import Group, gather_objects, group_place
 from rlk_audit.config import AuditConfig
 from rlk_audit.dumps import files
 from rlk_audit.dumps.sample import DumpError, DumpPart, ReadOptions
-from rlk_audit.finding import Finding
 from rlk_audit.offline.exact import collect
 from rlk_audit.offline.looks import excerpt, is_of
-from rlk_audit.offline.plan import Plan, Progress, Reading, Step, scan, sort_steps
+from rlk_audit.offline.plan import Plan, Progress, Reading, scan, sort_steps
 from rlk_audit.offline.run import Looks, Run
 from rlk_audit.offline.texts import TokenTexts
 from rlk_audit.report import StepReport
-from rlk_audit.run_view import Causes, RunView
+from rlk_audit.run_view import Causes, RunView, join_causes
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -92,7 +90,7 @@ def audit_dump(
         ", ".join(map(str, paths)),
         tuple(steps),
         total if len(steps) > 1 else None,
-        _causes(run.findings),
+        join_causes(Causes(step, step, findings) for step, findings in run.findings),
         looks[0].density.density(look.density for look in looks[1:]),
         _excerpts(looks, total, asked.texts),
         tuple(dict.fromkeys(map(str, problems))),
@@ -137,16 +135,6 @@ def _exact(reports: list[StepReport], run: Run, config: AuditConfig, group: Grou
         for want, seen in zip(mine, other, strict=True):
             want.merge(seen)
     return [want.answers(report) for want, report in zip(mine, reports, strict=True)]
-
-
-def _causes(findings: Sequence[tuple[Step, tuple[Finding, ...]]]) -> tuple[Causes, ...]:
-    """Join neighbouring steps of the same codes; the findings are those of the step where the first is strongest."""
-    causes = []
-    for _, group in groupby(findings, key=lambda pair: [finding.code for finding in pair[1]]):
-        steps = list(group)
-        strongest = max(steps, key=lambda pair: pair[1][0].strength)
-        causes.append(Causes(steps[0][0], steps[-1][0], strongest[1]))
-    return tuple(causes)
 
 
 def _excerpts(looks: list[Looks], total: StepReport, texts: TokenTexts | None) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from rlk_audit.config import TOKEN_CLASSES
 from rlk_audit.dumps.sample import DumpError
 from rlk_audit.offline.plan import sort_steps
 from rlk_audit.report import StepReport
-from rlk_audit.run_view import Causes, RunView
+from rlk_audit.run_view import Causes, RunView, join_causes
 
 _MAX_LINE = 1 << 24
 _POLL_SECONDS = 0.2
@@ -56,7 +56,7 @@ def read_run_logs(paths: Sequence[Path]) -> RunView:
         *(last[step] for step in sort_steps(last) if step is not None),
     )
     total = next((report for report in reversed(found) if report.kind == "run"), None)
-    causes = tuple(Causes(report.step, report.step, report.findings) for report in ordered if report.findings)
+    causes = join_causes(Causes(report.step, report.step, report.findings) for report in ordered)
     return RunView(", ".join(map(str, paths)), ordered, total, causes, problems=tuple(problems))
 
 
