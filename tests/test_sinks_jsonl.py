@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import multiprocessing
 import os
 import shutil
 import time
+from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -168,22 +171,34 @@ def test_a_run_resumed_at_an_earlier_step_repeats_it(tmp_path: Path) -> None:
     assert all(line["metrics"] for line in lines_of(path))
 
 
-def write_steps(path: Path, first: int, count: int, max_bytes: int | None) -> None:
-    """Write so many steps, as a run that ends and is resumed every few."""
-    made = report(0)
-    for begin in range(first, first + count, 10):
+@dataclass
+class Long:
+    """A report whose line takes a while to write."""
+
+    step: int
+    scope: str = "group"
+
+    def to_json(self) -> str:
+        return json.dumps({"step": self.step, "text": "x" * 100_000})
+
+
+def write_steps(path: Path, first: int, count: int, max_bytes: int | None, both: Barrier) -> None:
+    """Write so many steps, as a run that ends and is resumed after every second; begin when both can."""
+    both.wait()
+    for begin in range(first, first + count, 2):
         sink = JsonlSink(path, max_bytes=max_bytes)
-        for made.step in range(begin, begin + 10):
-            sink.write(made)
+        for step in (begin, begin + 1):
+            sink.write(Long(step))
         sink.close()
 
 
-@pytest.mark.parametrize("max_bytes", [None, 40_000])
+@pytest.mark.parametrize("max_bytes", [None, 300_000])
 def test_two_runs_in_one_file_lose_nothing(max_bytes: int | None, tmp_path: Path) -> None:
     """Kills: a line of the other cut off as partial at a set-up; a file moved onto another that was moved aside."""
     path, count = tmp_path / "audit.jsonl", 200
     spawn = multiprocessing.get_context("spawn")
-    runs = [spawn.Process(target=write_steps, args=(path, 1000 * run, count, max_bytes)) for run in range(2)]
+    both = spawn.Barrier(2)
+    runs = [spawn.Process(target=write_steps, args=(path, 1000 * run, count, max_bytes, both)) for run in range(2)]
     for process in runs:
         process.start()
     for process in runs:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle import Expected, Sample, audit
+from oracle import Expected, Sample, audit, float32
 from strategies import WHOLE_FORMS, assert_reports, bits, random_samples
 from virtual_ranks import reducing_with
 
@@ -74,11 +74,12 @@ class AuditMachine(RuleBasedStateMachine):
         self.patch.__enter__()
         self.auditor: Auditor | None = None
         self.step_number = self.samples_made = 0
-        self.saved: list[tuple[bytes, Given]] = []
+        self.saved: list[tuple[dict[str, Any], Given]] = []
 
-    @initialize(size=st.integers(1, 4), lag=st.integers(0, 1))
-    def begin(self, size: int, lag: int) -> None:
-        self.config = AuditConfig(lag=lag)
+    @initialize(size=st.integers(1, 4), lag=st.integers(0, 1), bias=st.sampled_from([0.0, 1.0]))
+    def begin(self, size: int, lag: int, bias: float) -> None:
+        """A bias leaves dlogp of one sign, so that no extreme is 0."""
+        self.config, self.bias = AuditConfig(lag=lag), bias
         self._begin(size, Given())
 
     def _begin(self, size: int, total: Given) -> None:
@@ -181,10 +182,8 @@ class AuditMachine(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        """What is open or in flight is not in it."""
-        file = io.BytesIO()
-        torch.save(self.auditor.state_dict(), file)
-        self.saved.append((file.getvalue(), copy.deepcopy(self.total)))
+        """What is open or in flight is not in it, and what comes later does not reach it."""
+        self.saved.append((self.auditor.state_dict(), copy.deepcopy(self.total)))
 
     @precondition(lambda self: self.saved)
     @rule(which=seeds, size=st.none() | st.integers(1, 4))
@@ -194,7 +193,10 @@ class AuditMachine(RuleBasedStateMachine):
         if size is not None:
             self._close()
             self._begin(size, total)
-        self.auditor.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        self.auditor.load_state_dict(torch.load(file, weights_only=True))
         self.total = copy.deepcopy(total)
 
     @invariant()
@@ -243,10 +245,13 @@ class AuditMachine(RuleBasedStateMachine):
         """Samples that no other has the indices of, in a form of update."""
         rng = random.Random(seed)
         group = random_samples(rng, rng.randrange(4), longest=4)
-        group = [replace(sample, sample_index=self.samples_made + i) for i, sample in enumerate(group)]
+        group = [replace(s, sample_index=self.samples_made + i, rollout=self._biased(s)) for i, s in enumerate(group)]
         self.samples_made += len(group)
         (batch,) = rng.choice(WHOLE_FORMS)(group, rng)
         return batch, group
+
+    def _biased(self, sample: Sample) -> list[float | None]:
+        return [None if value is None else float32(value - self.bias) for value in sample.rollout]
 
 
 def _update(rank: Auditor | Collector, batch: TokenBatch | dict[str, Any], number: int | None) -> None:
