@@ -374,10 +374,9 @@ def test_an_empty_state_has_nulls_and_no_zeros() -> None:
     "other",
     [
         AuditConfig(grouping_power=7), AuditConfig(worst_k=5), AuditConfig(eps_high=0.3),
-        AuditConfig(quantiles=("0.5",)), AuditConfig(sentinel_floor=-500.0),
-        AuditConfig(breakdowns={"engine": ("e0",)}),
+        AuditConfig(sentinel_floor=-500.0), AuditConfig(breakdowns={"engine": ("e0",)}),
     ],
-    ids=["grouping_power", "worst_k", "eps_high", "quantiles", "sentinel_floor", "breakdowns"],
+    ids=["grouping_power", "worst_k", "eps_high", "sentinel_floor", "breakdowns"],
 )  # fmt: skip
 def test_states_of_different_configurations_do_not_mix(other: AuditConfig) -> None:
     """A merge, and a vector read with another configuration, are refused. Kills: comparing the length alone."""
