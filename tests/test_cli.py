@@ -14,11 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from offline_views import heed_interrupts, record, steady, write
 from test_offline_logs import dump, log, report
 from typer.testing import CliRunner
 
+from rlk_audit import Auditor
 from rlk_audit.cli import tables
 from rlk_audit.cli.app import app
 from rlk_audit.cli.live import spark
@@ -287,7 +289,25 @@ def test_diagnose(tmp_path: Path) -> None:
         one["train_log_probs"] = one["rollout_log_probs"]
     told = rlk("diagnose", write(tmp_path / "a.jsonl", records)).stdout
     assert "all tokens: self_comparison (100%)" in told and "check whether" in told
-    assert "the log holds no findings" in rlk("diagnose", log(tmp_path / "b.jsonl", report(1))).stdout
+    assert "step 1: too_few_tokens" in rlk("diagnose", log(tmp_path / "b.jsonl", report(1))).stdout
+
+
+def test_steps_of_a_log_that_the_run_did_not_diagnose_are_diagnosed(tmp_path: Path) -> None:
+    """A run without limits diagnoses one step in a hundred; its log must not read as healthy for that."""
+    path = tmp_path / "audit.jsonl"
+    auditor = Auditor(sinks=[JsonlSink(path)], writer=True)
+    rng = np.random.default_rng(0)
+    for step in range(4):
+        train = -rng.exponential(1.0, 4000)
+        rollout = np.full(4000, math.nan) if step == 2 else train + rng.normal(0, 0.005, 4000)
+        auditor.update(train, np.minimum(rollout, 0.0), np.ones(4000))
+        auditor.step(step)
+    auditor.close()
+    told = rlk("diagnose", path).stdout
+    assert "steps 0 to 1: healthy" in told and "step 2: nothing_compared" in told and "step 3: healthy" in told
+    page = tmp_path / "page.html"
+    assert rlk("report", path, "--html", page).exit_code == 0
+    assert "iagnosed from tokens" not in page.read_text() and "nothing_compared" in page.read_text()
 
 
 # --- hostile texts --------------------------------------------------------------------------------------------------

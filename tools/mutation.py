@@ -1,6 +1,6 @@
 """Change the core on purpose, one place at a time, and see whether the tests notice.
 
-    python tools/mutation.py [--sample 400 | --all] [--seed 0] [--again] [--write docs/mutation.md]
+    python tools/mutation.py [--sample 400 | --all] [--seed 0] [--again] [--write mutants/mutation.md]
 
 mutmut makes the mutants, and runs for each the tests that reach its function, in this process's environment. What
 those do not notice is tried on two real ranks under torchrun. A mutant is counted as killed when a test fails or never
@@ -139,7 +139,7 @@ def _noticed_on_ranks(name: str) -> bool:
 
 
 def page(killed: Mapping[str, bool], reasons: Mapping[str, Reason], of: int, seed: int) -> str:
-    """Return docs/mutation.md."""
+    """Return the page."""
     survivors = [name for name in sorted(killed) if not killed[name]]
     overall = share(sum(killed.values()), len(killed))
     modules: dict[str, list[bool]] = {}

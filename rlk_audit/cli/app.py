@@ -180,8 +180,6 @@ def diagnose(
         if json_file is not None:
             write_json(view.to_dict()["causes"], json_file)
         if json_file != "-":
-            if not view.causes:
-                show("the log holds no findings: diagnose a dump of tokens")
             show(
                 *tables.problem_lines(view), *(line for causes in view.causes for line in tables.finding_lines(causes))
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlk_audit.config import TOKEN_CLASSES
+from rlk_audit.diagnose import diagnose
 from rlk_audit.dumps.sample import DumpError
 from rlk_audit.offline.plan import sort_steps
 from rlk_audit.report import StepReport
@@ -56,7 +57,8 @@ def read_run_logs(paths: Sequence[Path]) -> RunView:
         *(last[step] for step in sort_steps(last) if step is not None),
     )
     total = next((report for report in reversed(found) if report.kind == "run"), None)
-    causes = join_causes(Causes(report.step, report.step, report.findings) for report in ordered)
+    # A run diagnoses steps that failed, and few others; what a report alone can say is said of each.
+    causes = join_causes(Causes(report.step, report.step, report.findings or diagnose(report)) for report in ordered)
     return RunView(", ".join(map(str, paths)), ordered, total, causes, problems=tuple(problems))
 
 
