@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlk_audit.config import TOKEN_CLASSES
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -144,20 +146,7 @@ BUCKET_FIGURES = (
 """Figures of a breakdown's bucket."""
 
 WARNINGS = (
-    Entry(
-        (
-            "rollout_missing",
-            "rollout_sentinel",
-            "train_sentinel",
-            "rollout_nan",
-            "rollout_neginf",
-            "train_nan",
-            "train_neginf",
-            "positive",
-        ),
-        "tokens",
-        "tokens of the class",
-    ),
+    Entry(TOKEN_CLASSES[1:-1], "tokens", "tokens of the class"),
     Entry(("token_mismatch",), "tokens", "active tokens whose ids differ"),
     Entry(("zero_fill_suspect",), "tokens", "compared tokens with R exactly 0 and T < -1"),
     Entry(("length_mismatch",), "samples", "samples refused because their arrays differ in length"),

@@ -37,18 +37,8 @@ OVERFLOWS = {
 }
 """Metric that is null when a token's exponential left float32 -> counter of such tokens."""
 
-TOKEN_WARNINGS = (
-    "rollout_missing",
-    "rollout_sentinel",
-    "train_sentinel",
-    "rollout_nan",
-    "rollout_neginf",
-    "train_nan",
-    "train_neginf",
-    "positive",
-    "token_mismatch",
-    "zero_fill_suspect",
-)
+TOKEN_WARNINGS = (*TOKEN_CLASSES[1:-1], "token_mismatch", "zero_fill_suspect")
+"""Every class of tokens that is neither rejected, which other codes tell, nor compared; and what is counted beside."""
 OTHER_COUNTED_WARNINGS = ("length_mismatch", "update_failed", "duplicate_microbatch")
 
 

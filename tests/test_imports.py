@@ -20,8 +20,8 @@ import rlk_audit
 PACKAGE = Path(rlk_audit.__file__).parent
 
 LEVELS = (
-    ("version", "config", "exact_sum", "places", "ragged", "verdict", "finding", "metric_table", "nonfinite"),
-    ("sketch", "tokens", "metadata", "contracts", "token_table"),
+    ("version", "config", "exact_sum", "places", "ragged", "verdict", "finding", "nonfinite"),
+    ("metric_table", "sketch", "tokens", "metadata", "contracts", "token_table"),
     ("breakdowns", "samples"),
     ("layout",),
     ("worst", "metrics"),
