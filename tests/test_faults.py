@@ -63,13 +63,18 @@ def told_by(launched: Launch, name: str) -> dict[int, str]:
 
 @needs_proc
 def test_a_process_is_found_by_its_mark() -> None:
-    """Otherwise nothing would ever be left over."""
-    process = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: "mine"})
-    try:
+    """Otherwise nothing would ever be left over.
+
+    A process that was just begun has no readable environment yet: this one is looked for once it has spoken.
+    """
+    begun = subprocess.Popen(["cat"], env=os.environ | {MARK: "mine"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with begun as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"begun\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"begun\n"
         assert processes_with("mine") == [process.pid]
-    finally:
-        process.kill()
-        process.wait()
+        process.stdin.close()
     assert processes_with("mine") == []
 
 
