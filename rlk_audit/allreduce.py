@@ -93,14 +93,20 @@ def refuse_another_groups_shards(values: Any, group: Group = None) -> None:
 
 
 @overload
-def all_reduce(collector: Collector, group: Group = None, async_op: Literal[False] = False) -> StepReport: ...
+def all_reduce(
+    collector: Collector, group: Group = None, async_op: Literal[False] = False, *, step: int | None = None
+) -> StepReport: ...
 
 
 @overload
-def all_reduce(collector: Collector, group: Group = None, *, async_op: Literal[True]) -> Pending: ...
+def all_reduce(
+    collector: Collector, group: Group = None, *, async_op: Literal[True], step: int | None = None
+) -> Pending: ...
 
 
-def all_reduce(collector: Collector, group: Group = None, async_op: bool = False) -> StepReport | Pending:
+def all_reduce(
+    collector: Collector, group: Group = None, async_op: bool = False, *, step: int | None = None
+) -> StepReport | Pending:
     """Collective: every rank of ``group`` must call this, whatever it collected. One SUM of one int64 vector.
 
     The first call with a collector, and the first after the group was made anew, also agrees on the settings: vectors
@@ -111,6 +117,7 @@ def all_reduce(collector: Collector, group: Group = None, async_op: bool = False
         group: data-parallel x context-parallel group; the default group if None; without any process group, or in a
             group of one rank, nothing is communicated.
         async_op: return a Pending at once, while the reduction goes on.
+        step: the step's number, for the report, which warns of ranks that gave different ones.
 
     Raises:
         LayoutMismatchError: ranks packed with different settings (every rank raises).
@@ -122,12 +129,12 @@ def all_reduce(collector: Collector, group: Group = None, async_op: bool = False
         raise ValueError("this process is not a rank of the group; only the group's ranks may reduce over it")
     if group_size > 1 and collector.agreed_group is not _identity(group):
         mark_agreed(collector, group, agree_on_layout(collector.config, group))
-    vector = collector.pack(group_rank, group_size, global_rank())
+    vector = collector.pack(group_rank, group_size, global_rank(), step)
     work = None
     if group_size > 1:
         vector = vector.to(buffer_device(group, collector.device))
         work = dist.all_reduce(vector, op=dist.ReduceOp.SUM, group=group, async_op=True)
-    pending = Pending(vector, work, collector.config, group_size, collector.hosts)
+    pending = Pending(vector, work, collector.config, group_size, collector.hosts, step)
     return pending if async_op else pending.wait()
 
 
@@ -141,12 +148,14 @@ class Pending:
         config: AuditConfig,
         group_size: int,
         hosts: Mapping[int, str] | None = None,
+        step: int | None = None,
     ) -> None:
         self._vector = vector
         self._work = work
         self._config = config
         self.group_size = group_size
         self._hosts = hosts
+        self.step = step
         self._report: StepReport | None = None
         self._host_copy = _PinnedCopy(vector, work) if vector.is_cuda else None
 
@@ -171,20 +180,21 @@ class Pending:
         """Wait for the reduction and return the group's report, the same one each time."""
         if self._report is None:
             if self._work is not None:
-                self._wait_for(self._work)
+                self._wait_for(self._work, "" if self.step is None else f" of step {self.step}")
             read = None if self._host_copy is None else self._host_copy.wait
             self._report = StepReport.from_vector(
-                self._vector, self._config, self.group_size, read=read, hosts=self._hosts
+                self._vector, self._config, self.group_size, step=self.step, read=read, hosts=self._hosts
             )
         return self._report
 
     @staticmethod
-    def _wait_for(work: dist.Work) -> None:
+    def _wait_for(work: dist.Work, of_step: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"the audit's reduction failed; has a rank of its group ended, or does one stand still? ({error})"
+                f"the audit's reduction{of_step} failed; has a rank of its group ended, or does one stand still? "
+                f"({error})"
             ) from error
 
 

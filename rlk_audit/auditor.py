@@ -202,13 +202,16 @@ class Auditor:
             logger.warning("step %s and later ones are not written: the audit was closed", step)
         if expected_active_tokens is not None:
             self.collector.expect_active(expected_active_tokens)
+        lost = [f"step {number}" for number in (*(self._in_flight or ())[:1], step)]
         try:
             return self._reduce(self.collector, step)
         except RuntimeError as error:
             # A strict audit that ended in silence would pass for one that passes.
             if not self._side_group or self.config.mode == "strict" or isinstance(error, LayoutMismatchError):
                 raise
-            logger.error("the audit ends at step %s, the training goes on: %s", step, error)
+            logger.error(
+                "the audit ends without the figures of %s, the training goes on: %s", " and ".join(lost), error
+            )
             self.collector = self._in_flight = None
             if self._evidence is not None:
                 self._evidence.clear()
@@ -279,7 +282,7 @@ class Auditor:
             )
         if self._evidence is not None:
             self._evidence.seal(step)
-        started = (step, all_reduce(collector, self.group, async_op=True))
+        started = (step, all_reduce(collector, self.group, async_op=True, step=step))
         collector.reset()
         if self.config.lag == 0:
             return self._finish(*started)
@@ -297,7 +300,6 @@ class Auditor:
 
     def _finish(self, step: int, pending: Pending) -> StepReport:
         report = pending.wait()
-        report.step = step
         report.verdict = self._judge.judge(report)
         self._diagnose(report, step)
         self._keep_evidence(report)

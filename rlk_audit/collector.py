@@ -29,6 +29,9 @@ ERROR_INTERVAL = 100
 ERROR_SENTENCES = 8
 """Different reasons that are logged in them: some name a sample, so that each is another."""
 
+_STEPS = 2**62
+"""Steps are told apart modulo this, so that a number of any size has its place in an int64."""
+
 _PER_TOKEN = ("token_position", "token_ids", "rollout_token_ids")
 """Ids that are a token's own; the others, and labels, are often one value a sample."""
 
@@ -176,19 +179,27 @@ class Collector:
         with torch.inference_mode(False), torch.no_grad():
             self._state.add(State.of_vector(vector.to(self.device), self.layout), self._one_per_sample)
 
-    def pack(self, group_rank: int = 0, group_size: int = 1, rank: int | None = None) -> Tensor:
+    def pack(
+        self, group_rank: int = 0, group_size: int = 1, rank: int | None = None, step: int | None = None
+    ) -> Tensor:
         """Return the state as an int64 vector; the SUM of all ranks' vectors is the state of the group.
 
         Args:
             group_rank, group_size: this rank's place in the group, and so its row of the vector.
             rank: the global rank of the process, for the report; ``group_rank`` if not given.
+            step: the step's number; the report warns of ranks that gave different ones.
         """
         if not 0 <= group_rank < group_size:
             raise ValueError(f"expected 0 <= group_rank < group_size, got {group_rank} of {group_size}")
         layout = StateLayout(self.config, group_size)
         with torch.inference_mode(False), torch.no_grad():
-            place = group_rank if rank is None else rank
-            return self._state.pack(layout, group_rank, place, self._expected_active)
+            return self._state.pack(
+                layout,
+                group_rank,
+                group_rank if rank is None else rank,
+                expected_active=self._expected_active,
+                step=0 if step is None else 1 + step % _STEPS,
+            )
 
     def compute(self) -> StepReport:
         """Return the report of this rank alone (``scope == "rank"``)."""

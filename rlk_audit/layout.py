@@ -65,7 +65,13 @@ MAXIMA = ("dlogp_max", "abs_dlogp_max", "prob_diff_max")
 EXTREMES = MINIMA + MAXIMA
 """Kept as float64 bits; they mean something only where tokens were compared."""
 
-FLAGS = {"missing_metadata": 1, "missing_rollout_log_probs": 2, "tp_disagreement": 4, "unexpected_token_count": 8}
+FLAGS = {
+    "missing_metadata": 1,
+    "missing_rollout_log_probs": 2,
+    "tp_disagreement": 4,
+    "unexpected_token_count": 8,
+    "step_mismatch": 16,
+}
 """Bits of a row's ``flags``."""
 
 ROW_HEADER = (
@@ -79,11 +85,12 @@ ROW_HEADER = (
     "updates_since_rollout_min",
     "updates_since_rollout_max",
     "expected_active",
+    "step",
 )
 """Fields of a rank's row ahead of its worst tokens.
 
 ``abs_dlogp_sum`` is float64 bits too; ``expected_active`` is one more than what the rank was told of the whole group,
-0 if it was told nothing.
+0 if it was told nothing, and so is ``step``, the number that it gave the step.
 """
 
 WORST_TOKEN = (

@@ -136,8 +136,8 @@ class Judge:
     """Judges the reports of a run, in order, against the configuration's limits.
 
     A step that compared nothing passes nothing. In mode ``strict``, and where a contract was loaded, it also demands
-    that the classes of ``config.classes_not_allowed`` are empty and that no update failed; ``strict`` takes a limited
-    metric without data for a failure too.
+    that the classes of ``config.classes_not_allowed`` are empty, that no update failed and that all ranks ended the
+    same step; ``strict`` takes a limited metric without data for a failure too.
 
     Attributes:
         limits: of the configuration.
@@ -215,6 +215,8 @@ class Judge:
                 yield f"{report.classes[name]} tokens of the class {name}, which must be empty"
         if not report.complete:
             yield f"{report.warnings['update_failed']} updates failed"
+        if "step_mismatch" in report.warnings:
+            yield "the ranks ended different steps"
 
 
 def _overflowed(metric: str, metrics: Mapping[str, float]) -> bool:

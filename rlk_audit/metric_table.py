@@ -166,6 +166,7 @@ WARNINGS = (
         "1 a step",
         "the group has another number of active tokens than `Auditor.step(..., expected_active_tokens=)` was told",
     ),
+    Entry(("step_mismatch",), "1 a step", "the ranks gave the step different numbers, so it holds tokens of several"),
     Entry(("nothing_compared",), "1 a step", "no token was compared"),
 )
 """Codes of warnings, each with the unit that it counts."""

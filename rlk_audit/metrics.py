@@ -154,6 +154,9 @@ def step_warnings(totals: Totals) -> dict[str, int]:
     expected = totals.column("expected_active")
     if ((expected > 0) & (expected != totals.active + 1)).any():
         flags["unexpected_token_count"] = 1
+    steps = totals.column("step")
+    if (steps != steps[0]).any():
+        flags["step_mismatch"] = 1
     return counted | flags | {"nothing_compared": int(totals.compared == 0)} | _sample_warnings(totals)
 
 
@@ -347,6 +350,7 @@ def rank_figures(totals: Totals) -> list[dict[str, Any]]:
         "compared_token_count": compared,
         "abs_dlogp_mean": np.where(filled, totals.column_float64("abs_dlogp_sum") / np.maximum(compared, 1), math.nan),
         "update_failed": totals.column("update_failed"),
+        "step": totals.column("step") - 1,
     }
     for name in ("abs_dlogp_max", "dlogp_min", "dlogp_max"):
         columns[name] = np.where(filled, totals.column_float64(name), math.nan)

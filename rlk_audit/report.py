@@ -72,7 +72,10 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank's share of the step; means and extremes are NaN where it compared nothing, ``host`` empty if unknown."""
+    """One rank's share of the step; means and extremes are NaN where it compared nothing.
+
+    ``step`` is the number that the rank gave the step, -1 where it gave none; ``host`` is empty where unknown.
+    """
 
     rank: int
     group_rank: int
@@ -82,6 +85,7 @@ class RankSummary:
     dlogp_min: float
     dlogp_max: float
     update_failed: int
+    step: int = -1
     host: str = ""
 
 

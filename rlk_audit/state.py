@@ -65,6 +65,8 @@ class State:
         expected = column["expected_active"]
         odd = ((expected > 0) & (expected != active + 1)).any() & (flags & FLAGS["unexpected_token_count"] == 0)
         flags += FLAGS["unexpected_token_count"] * odd
+        apart = (column["step"] != column["step"][0]).any() & (flags & FLAGS["step_mismatch"] == 0)
+        flags += FLAGS["step_mismatch"] * apart
         worst = rows[:, len(ROW_HEADER) :].reshape(-1, len(layout.worst_fields))
         return cls(
             vector[: layout.additive_length].clone(),
@@ -111,14 +113,16 @@ class State:
         weight = (place * -7046029254386353131) ^ (place << 31)
         return (self.additive * (weight | 1)).sum()
 
-    def pack(self, layout: StateLayout, group_rank: int, rank: int, expected_active: int = 0) -> Tensor:
+    def pack(
+        self, layout: StateLayout, group_rank: int, rank: int, *, expected_active: int = 0, step: int = 0
+    ) -> Tensor:
         """Return the vector [layout.length] of this rank: the additive fields and its own row, zeros elsewhere."""
         vector = torch.zeros(layout.length, dtype=torch.int64, device=self.additive.device)
         vector[: layout.additive_length] = self.additive
-        vector[layout.row_slice(group_rank)] = self._row(layout, rank, expected_active)
+        vector[layout.row_slice(group_rank)] = self._row(layout, rank, expected_active, step)
         return vector
 
-    def _row(self, layout: StateLayout, rank: int, expected_active: int) -> Tensor:
+    def _row(self, layout: StateLayout, rank: int, expected_active: int, step: int) -> Tensor:
         counters = self.additive[layout.fields["counters"].slice]
         dlogp_slots = self.additive[layout.fields["sum_dlogp"].slice]
         header: dict[str, int | Tensor] = {
@@ -131,6 +135,7 @@ class State:
             "updates_since_rollout_min": self.updates[0],
             "updates_since_rollout_max": self.updates[1],
             "expected_active": expected_active,
+            "step": step,
         }
         header |= dict(zip(EXTREMES, self.extremes.view(torch.int64), strict=True))
         # Filled on the device and stacked at once: an assignment to each place would be an operation of its own.

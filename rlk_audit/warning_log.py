@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 
-from rlk_audit.report import StepReport
+from rlk_audit.report import RANKS_SHOWN, StepReport
 from rlk_audit.verdict import FAIL, NO_DATA
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ MEANINGS = {
     "missing_rollout_log_probs": "micro-batches lack rollout log-probabilities; is the engine told to return them?",
     "tp_disagreement": "tensor-parallel ranks measured different log-probabilities of the same tokens",
     "unexpected_token_count": "not as many active tokens as the training counted; are cp_sharded and the group right?",
+    "step_mismatch": "ranks ended different steps, so the figures mix them; does one skip or repeat a call of step?",
     "nothing_compared": "no token was compared, so nothing is known of the drift",
 }
 """Warning code -> what it means."""
@@ -55,7 +57,7 @@ class WarningLog:
 
 def _sentences(report: StepReport) -> Iterator[tuple[str, str]]:
     for code, count in report.warnings.items():
-        yield code, f"{code}={count}: {MEANINGS[code]}"
+        yield code, f"{code}={count}: {MEANINGS[code]}{_steps_told(report) if code == 'step_mismatch' else ''}"
     if report.verdict is not None:
         for result in report.verdict.limits:
             subject = f"{result.metric}{result.relation}"
@@ -63,3 +65,11 @@ def _sentences(report: StepReport) -> Iterator[tuple[str, str]]:
                 yield f"limit {subject}", f"a limit was crossed: {result}"
             elif result.outcome == NO_DATA:
                 yield f"no data {subject}", f"a limit has no data: {result.metric} is null"
+
+
+def _steps_told(report: StepReport) -> str:
+    """Name the ranks that gave the step another number than most."""
+    usual = Counter(rank.step for rank in report.rank_table).most_common(1)[0][0]
+    others = [f"rank {rank.rank} gave {rank.step}" for rank in report.rank_table if rank.step != usual]
+    more = f" and {len(others) - RANKS_SHOWN} more" if len(others) > RANKS_SHOWN else ""
+    return f" (most gave {usual}; {', '.join(others[:RANKS_SHOWN])}{more})"

@@ -131,6 +131,8 @@ class Run:
         self.reports: list[StepReport] = []
         self.samples: list[Sample] = []
         self.warnings: Counter[str] = Counter()
+        self.ahead = 0
+        """How many steps this rank is ahead of the others."""
         self._begun: list[tuple[list[Sample], dict[str, int]]] = []
 
     def step(self, number: int, odd: Odd | None = None) -> StepReport | None:
@@ -141,7 +143,7 @@ class Run:
                 (own.given or (lambda auditor, own=own: give(auditor, own.counted)))(self.auditor)
             samples += [sample for group in own.counted for sample in group]
         self._begun.append((samples, {} if odd is None else odd.warnings))
-        report = self.auditor.step(number)
+        report = self.auditor.step(number + self.ahead)
         if report is not None:
             self._check(report)
         return report
@@ -377,6 +379,30 @@ def _(batches: MicroBatches) -> Odd:
         give(auditor, batches)
 
     return Odd(batches, {"update_failed": 1}, given)
+
+
+@kind("a step skipped", "a rank does not end its second step, so from then on it is one ahead of the others")
+def _(place: Place) -> str:
+    run = Run(place, logged(place))
+    run.step(1)
+    run.ahead = int(place.rank == place.odd)
+
+    def both(auditor: Auditor) -> None:
+        give(auditor, load(2, place.odd))
+        give(auditor, load(3, place.odd), first=2)
+
+    apart = {"step_mismatch": 1}
+    report = run.step(2, Odd([*load(2, place.odd), *load(3, place.odd)], apart, both))
+    run.step(3, Odd(load(4, place.odd), apart))
+    run.warnings["step_mismatch"] = 1  # of a run too it is a flag, and no count
+    for late in run.reports[1:]:
+        late.step -= run.ahead  # in the log it has the number that the writer gave it
+    run.finish()
+    assert report is not None
+    assert [rank.step for rank in report.rank_table] == [2 + (rank == place.odd) for rank in range(place.size)]
+    told = [message for message in place.gathered(place.log)[0] if "step_mismatch" in message]
+    assert len(told) == 1, "once in some steps"
+    return f'{seen(report)}; rank 0 logs "{told[0]}"'
 
 
 @kind("all masked everywhere", "the mask is 0 on every rank in the second step")

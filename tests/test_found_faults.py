@@ -581,6 +581,26 @@ def test_strict_with_a_side_group_does_not_end_in_silence(monkeypatch: pytest.Mo
         auditor.step(1)
 
 
+def test_an_audit_that_ends_says_which_steps_are_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that reads a step late loses the one in flight too."""
+
+    def fail(*_: Any) -> StepReport:
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(Pending, "wait", fail)
+    for lag in (0, 1):
+        auditor = Auditor(AuditConfig(lag=lag), side_group=True)
+        for number in (4, 5):
+            auditor.update(**ONE)
+            assert auditor.step(number) is None
+    assert caplog.messages == [
+        f"the audit ends without the figures of {told}, the training goes on: connection closed"
+        for told in ("step 4", "step 4 and step 5")
+    ]
+
+
 # --- mistakes of a first hour -----------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,9 @@ import torch
 
 from rlk_audit import AuditConfig, Auditor, Collector, StepReport
 from rlk_audit.layout import StateLayout
+from rlk_audit.limits import Judge
 from rlk_audit.metrics import Totals, step_warnings
+from rlk_audit.run_total import RunTotal
 from rlk_audit.warning_log import INTERVAL, MEANINGS, WarningLog
 
 CONFIG = AuditConfig(limits={"abs_dlogp_max": 0.5})
@@ -89,6 +91,59 @@ def test_nothing_to_warn_of_is_silence(caplog: pytest.LogCaptureFixture) -> None
     step(auditor, 1)
     WarningLog().tell(1, StepReport.from_vector(Collector().pack(), AuditConfig()))
     assert [message.split("=")[0] for message in caplog.messages] == ["step 1: nothing_compared"]
+
+
+# --- ranks that are a step apart --------------------------------------------------------------------------------------
+
+
+def report_of_steps(*steps: int | None) -> StepReport:
+    """Of as many ranks, each of which gave the step its number."""
+    vectors = []
+    for place, number in enumerate(steps):
+        collector = Collector()
+        observed(collector)
+        vectors.append(collector.pack(place, len(steps), rank=10 + place, step=number))
+    return StepReport.from_vector(sum(vectors), AuditConfig(), len(steps))
+
+
+@pytest.mark.parametrize("steps", [(7, 7), (None, None), (0, 0, 0), (2**70,) * 2, (-1, -1)])
+def test_ranks_at_one_step_are_not_warned_of(steps: tuple[int | None, ...]) -> None:
+    assert report_of_steps(*steps).warnings == {}
+
+
+@pytest.mark.parametrize("steps", [(7, 8), (None, 0), (0, 0, 1), (5, 5, 5, 4), (-1, 0)])
+def test_ranks_a_step_apart_are_warned_of(steps: tuple[int | None, ...]) -> None:
+    report = report_of_steps(*steps)
+    assert report.warnings == {"step_mismatch": 1}
+    assert report.metrics["compared_token_count"] == 3 * len(steps)
+
+
+def test_the_ranks_that_are_apart_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    WarningLog().tell(4, report_of_steps(4, 4, 5, 4))
+    assert caplog.messages[0].endswith("(most gave 4; rank 12 gave 5)")
+    caplog.clear()
+    WarningLog().tell(4, report_of_steps(*[4] * 12, *range(5, 16)))
+    assert caplog.messages[0].endswith("rank 28 gave 11, rank 29 gave 12 and 3 more)")
+
+
+def test_no_strict_verdict_passes_where_ranks_are_apart() -> None:
+    limits = {"abs_dlogp_max": "<=9"}
+    strict = Judge(AuditConfig(mode="strict", limits=limits))
+    assert strict.judge(report_of_steps(4, 4)).passed
+    assert strict.judge(report_of_steps(4, 5)).violations == ("the ranks ended different steps",)
+    assert Judge(AuditConfig(limits=limits)).judge(report_of_steps(4, 5)).passed, "a warning, as of failed updates"
+
+
+def test_a_total_says_that_some_step_was_mixed() -> None:
+    total = RunTotal(AuditConfig())
+    for steps in ((1, 1), (2, 3), (4, 4)):
+        vectors = []
+        for place, number in enumerate(steps):
+            collector = Collector()
+            observed(collector)
+            vectors.append(collector.pack(place, 2, step=number))
+        total.add(sum(vectors), 2)
+    assert total.report().warnings == {"step_mismatch": 1}
 
 
 # --- the training's own count -----------------------------------------------------------------------------------------
