@@ -402,6 +402,13 @@ def test_a_log_has_no_tokens_to_read_again(tmp_path: Path) -> None:
         refused(rlk("report", path, *option), "is the log of a run")
 
 
+def test_a_folder_of_logs_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    path = log(tmp_path / "run" / "audit.jsonl", report(1))
+    for command in (["report"], ["diagnose"], ["check", "--limit", "ess0>=0.9"]):
+        refused(rlk(*command, tmp_path), "no dump of a known format", f"{path} is the log of a run: give it by itself")
+
+
 def test_a_page_needs_a_file_of_its_own(tmp_path: Path) -> None:
     path = dump(tmp_path / "a.jsonl")
     refused(rlk("report", path, "--html", "-"), "a file of its own")

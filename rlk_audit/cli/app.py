@@ -17,13 +17,13 @@ from rlk_audit.cli.streams import PipeConsole, progress_bars, show, tell, to_the
 from rlk_audit.config import AuditConfig
 from rlk_audit.contracts import apply_contract
 from rlk_audit.dumps.files import AUTO, FORMATS
-from rlk_audit.dumps.sample import ReadOptions
+from rlk_audit.dumps.sample import DumpError, ReadOptions
 from rlk_audit.limits import Judge, Limit
 from rlk_audit.offline import baseline
 from rlk_audit.offline.audit import Asked, audit_dump
 from rlk_audit.offline.gate import doubts, first_judged
 from rlk_audit.offline.moved import shared_tokens
-from rlk_audit.offline.run_log import is_run_log, read_run_logs
+from rlk_audit.offline.run_log import is_run_log, read_run_logs, run_logs_in
 from rlk_audit.offline.texts import TokenTexts
 from rlk_audit.page.write import write_page
 from rlk_audit.report import StepReport
@@ -213,7 +213,15 @@ def _view(
         return read_run_logs(paths)
     options = ReadOptions(allow_pickle)
     with progress_bars(group) as progress:
-        return audit_dump(paths, format, config=config, options=options, asked=asked, progress=progress, group=group)
+        try:
+            return audit_dump(
+                paths, format, config=config, options=options, asked=asked, progress=progress, group=group
+            )
+        except DumpError as error:
+            logs = run_logs_in(paths)
+            if not logs:
+                raise
+            raise DumpError(f"{error}; {logs[0]} is the log of a run: give it by itself") from error
 
 
 def _outcome(view: RunView, failures: int, unsure: list[str]) -> str:

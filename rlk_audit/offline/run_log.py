@@ -32,6 +32,11 @@ def is_run_log(path: Path) -> bool:
     return isinstance(values, dict) and {"kind", "metrics", "classes", "warnings"} <= set(values)
 
 
+def run_logs_in(paths: Sequence[Path]) -> list[Path]:
+    """Return the logs of runs among files and in folders, with all folders in them."""
+    return [file for path in paths for file in sorted([path, *path.rglob("*.jsonl")]) if is_run_log(file)]
+
+
 def read_run_logs(paths: Sequence[Path]) -> RunView:
     """Read logs of one run, with the parts that were moved aside as they grew.
 
