@@ -65,6 +65,7 @@ def test_a_step_equals_the_collector_s_own_figures() -> None:
     assert report.pop("step") == 0
     assert alone.pop("step") is None
     assert [rank.pop("host") for rank in report["ranks"] + alone["ranks"]] == [socket.gethostname()[:32], ""]
+    assert [rank.pop("step") for rank in report["ranks"] + alone["ranks"]] == [0, -1]
     assert report == alone
 
 
