@@ -221,8 +221,10 @@ class Judge:
 
 def _overflowed(metric: str, metrics: Mapping[str, float]) -> bool:
     """Return whether a metric is null because it left the range of its numbers: then it is beyond any bound."""
-    if metric in ("ratio0_min", "ratio0_max"):
+    if metric in ("ratio0_min", "ratio0_max", "ess0"):
         return metrics["compared_token_count"] > 0
+    if metric.startswith("seq_"):
+        return not math.isnan(metrics["seq_ess0"])
     return metrics.get(f"overflow/{metric}", 0) > 0
 
 
@@ -239,9 +241,7 @@ def _refuse_unknown_metrics(limits: tuple[Limit, ...], config: AuditConfig) -> N
 
 def failure_message(report: StepReport) -> str:
     """Return what a failed step's error says: what failed, the worst token and where to look first."""
-    verdict = report.verdict
-    failures = () if verdict is None else verdict.failures()
-    parts = [f"step {report.step} failed its verdict: {'; '.join(failures)}"]
+    parts = [f"step {report.step} failed its verdict: {'; '.join(report.failures)}"]
     if report.worst_tokens:
         worst = report.worst_tokens[0]
         labels = "".join(f", {name} {code}" for name, code in worst.labels.items())

@@ -124,12 +124,12 @@ class SampleTable:
         if not samples:
             return values
         logs = [sample.seq_log_ratio0 for sample in samples]
-        geometric = [math.exp(sample.seq_log_ratio0 / sample.compared_token_count) for sample in samples]
+        geometric = [_exp(sample.seq_log_ratio0 / sample.compared_token_count) for sample in samples]
         values |= {
             "abs_dlogp_sample_mean": _mean([sample.abs_dlogp_mean for sample in samples]),
-            "seq_ratio0_geo_mean": _mean(geometric),
-            "seq_ratio0_geo_min": min(geometric),
-            "seq_ratio0_geo_max": max(geometric),
+            "seq_ratio0_geo_mean": _finite(_mean(geometric)),
+            "seq_ratio0_geo_min": _finite(min(geometric)),
+            "seq_ratio0_geo_max": _finite(max(geometric)),
             "seq_log_ratio0_mean": _mean(logs),
             "seq_log_ratio0_min": min(logs),
             "seq_log_ratio0_max": max(logs),
@@ -151,6 +151,19 @@ class SampleTable:
         return tuple(sorted(self.figures(), key=lambda sample: (-sample.abs_dlogp_mean, sample.sample_slot))[:k])
 
 
+def _exp(value: float) -> float:
+    """Return exp(value), infinite where it leaves float64."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+def _finite(value: float) -> float:
+    """Return the value; NaN where it is infinite."""
+    return value if math.isfinite(value) else math.nan
+
+
 def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
@@ -160,11 +173,7 @@ def _moments(logs: list[float]) -> dict[str, float]:
     top = max(logs)
     first = math.fsum(math.exp(value - top) for value in logs)
     second = math.fsum(math.exp(2 * (value - top)) for value in logs)
-    try:
-        chi2 = math.exp(2 * top) * second / len(logs) - 1
-    except OverflowError:
-        chi2 = math.nan
     return {
         "seq_ess0": min(first * first / (len(logs) * second), 1.0),
-        "seq_chi2_0": chi2 if math.isfinite(chi2) else math.nan,
+        "seq_chi2_0": _finite(_exp(2 * top) * second / len(logs) - 1),
     }

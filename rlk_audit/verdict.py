@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 PASS, FAIL, NO_DATA, PENDING = "pass", "fail", "no_data", "pending"
-OUTCOMES = (PASS, FAIL, NO_DATA, PENDING)
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,8 @@ class LimitResult:
     outcome: str
 
     def __str__(self) -> str:
-        value = "beyond the range of its numbers" if math.isinf(self.value) else f"{self.value:.6g}"
+        beyond = self.outcome == FAIL and not math.isfinite(self.value)  # null once it was in JSON
+        value = "beyond the range of its numbers" if beyond else f"{self.value:.6g}"
         return f"{self.metric} is {value}, must be {self.relation} {self.bound:.6g}"
 
 

@@ -59,8 +59,8 @@ def _sentences(report: StepReport) -> Iterator[tuple[str, str]]:
     for code, count in report.warnings.items():
         yield code, f"{code}={count}: {MEANINGS[code]}{_steps_told(report) if code == 'step_mismatch' else ''}"
     if report.verdict is not None:
-        for result in report.verdict.limits:
-            subject = f"{result.metric}{result.relation}"
+        for place, result in enumerate(report.verdict.limits):  # a metric may have several
+            subject = f"{place} {result.metric}"
             if result.outcome == FAIL:
                 yield f"limit {subject}", f"a limit was crossed: {result}"
             elif result.outcome == NO_DATA:

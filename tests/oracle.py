@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -402,6 +403,10 @@ def parts(expected: Expected, bucket: Callable[[Worst], str]) -> dict[str, Part]
     return made
 
 
+MAX_EXP = 709.0
+"""exp of a little more leaves float64."""
+
+
 def sample_metrics(samples: Sequence[Sample], expected: Expected) -> dict[str, float]:
     """The metrics over samples, each of which has a slot of its own."""
     by_slot: dict[int, list[float]] = {}
@@ -415,16 +420,20 @@ def sample_metrics(samples: Sequence[Sample], expected: Expected) -> dict[str, f
         return metrics
     means = [Fraction(sum(map(abs, v)), FIXED_POINT * len(v)) for v in fixed.values()]
     logs = [float(Fraction(sum(v), FIXED_POINT)) for v in fixed.values()]
-    geometric = [math.exp(log / len(v)) for log, v in zip(logs, fixed.values(), strict=True)]
     metrics["abs_dlogp_sample_mean"] = float(sum(means) / len(means))
-    metrics["seq_ratio0_geo_mean"] = math.fsum(geometric) / len(geometric)
-    metrics["seq_ratio0_geo_min"], metrics["seq_ratio0_geo_max"] = min(geometric), max(geometric)
+    exponents = [log / len(v) for log, v in zip(logs, fixed.values(), strict=True)]
+    if max(exponents) < MAX_EXP:
+        geometric = list(map(math.exp, exponents))
+        metrics["seq_ratio0_geo_mean"] = math.fsum(geometric) / len(geometric)
+        metrics["seq_ratio0_geo_max"] = max(geometric)
+    if min(exponents) < MAX_EXP:
+        metrics["seq_ratio0_geo_min"] = math.exp(min(exponents))
     metrics["seq_log_ratio0_mean"] = math.fsum(logs) / len(logs)
     metrics["seq_log_ratio0_min"], metrics["seq_log_ratio0_max"] = min(logs), max(logs)
+    first, second = (sum((power * Decimal(log)).exp() for log in logs) for power in (1, 2))
+    metrics["seq_ess0"] = float(first**2 / (len(logs) * second))
     if max(logs) < 300:
-        first, second = (math.fsum(math.exp(power * log) for log in logs) for power in (1, 2))
-        metrics["seq_ess0"] = first**2 / (len(logs) * second)
-        metrics["seq_chi2_0"] = second / len(logs) - 1
+        metrics["seq_chi2_0"] = float(second / len(logs) - 1)
     return metrics
 
 

@@ -53,11 +53,11 @@ def test_a_metric_of_samples_needs_their_table() -> None:
         Judge(AuditConfig(limits={"abs_dlogp_p999999": 1.0}))
 
 
-@pytest.mark.parametrize(("mode", "failures"), [("audit", []), ("strict", ["ess0 has no data"])])
+@pytest.mark.parametrize(("mode", "failures"), [("audit", []), ("strict", ["prob_pearson has no data"])])
 def test_a_limited_metric_without_data_fails_a_strict_audit_alone(mode: str, failures: list[str]) -> None:
-    config = AuditConfig(mode=mode, limits={"ess0": 0.5})
+    config = AuditConfig(mode=mode, limits={"prob_pearson": 0.5})
     made = report(config, [0.0, 0.0])
-    made.metrics["ess0"] = math.nan
+    assert math.isnan(made.metrics["prob_pearson"]), "of equal probabilities there is no correlation"
     assert list(Judge(config).judge(made).failures()) == failures
 
 

@@ -15,7 +15,7 @@ import torch
 from oracle import Sample, audit, differences, sample_metrics
 from strategies import CUT_FORMS, WHOLE_FORMS, collect, cut, observe, random_samples, reduce
 
-from rlk_audit import AuditConfig, Collector, StepReport, TokenBatch
+from rlk_audit import AuditConfig, Auditor, Collector, StepReport, TokenBatch
 from rlk_audit.samples import SAMPLE_METRICS
 
 SLOTS = 24
@@ -158,6 +158,22 @@ def test_ratios_that_leave_float64_are_null_and_their_logarithms_stay() -> None:
     assert math.isnan(report.metrics["seq_chi2_0"])
     assert report.metrics["seq_ess0"] == 1.0
     assert report.metrics["seq_ratio0_geo_max"] == math.exp(20.0)
+
+
+@pytest.mark.parametrize("drifts", [[998.0], [998.0, 0.5], [998.0, -998.0], [708.0, 710.0], [-998.0]])
+def test_a_mean_drift_beyond_any_ratio_is_null_and_ends_no_rank(drifts: list[float]) -> None:
+    """As of a placeholder of -999 that an engine fills in: it lies within what is compared."""
+    group = [
+        Sample([min(drift, 0.0) - 1.0] * 2, [-max(drift, 0.0) - 1.0] * 2, sample_index=i, slot=i)
+        for i, drift in enumerate(drifts)
+    ]
+    auditor = Auditor(CONFIG)
+    auditor.update(*WHOLE_FORMS[0](group, random.Random(0)))
+    report = auditor.step(1)
+    assert_samples(report, group)
+    assert math.isnan(report.metrics["seq_ratio0_geo_max"]) == (max(drifts) > 709)
+    assert math.isnan(report.metrics["seq_ratio0_geo_min"]) == (min(drifts) > 709)
+    assert report.metrics["seq_log_ratio0_max"] == 2 * max(drifts)
 
 
 def test_without_a_table_nothing_is_said_of_samples() -> None:

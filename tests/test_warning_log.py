@@ -73,6 +73,13 @@ def test_two_bounds_of_one_metric_are_told_apart(caplog: pytest.LogCaptureFixtur
     assert [message.rsplit("must be", 1)[1] for message in caplog.messages] == [" >= 0.5", " <= 2"]
 
 
+def test_each_of_two_bounds_of_one_side_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    (auditor,) = auditor_of(True, config=AuditConfig(limits={"abs_dlogp_max": ("<=0.5", "<=2")}))
+    for number, drift in enumerate((0.75, 3.0, 3.0), start=1):
+        step(auditor, number, drift)
+    assert [message.rsplit("must be", 1)[1] for message in caplog.messages] == [" <= 0.5", " <= 2"]
+
+
 def test_a_run_that_was_resumed_earlier_tells_anew(caplog: pytest.LogCaptureFixture) -> None:
     (auditor,) = auditor_of(True)
     for number in (50, 51, 40):
