@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -38,7 +39,6 @@ COUNTERS = (
     "length_mismatch",
     "total",
     "total_unknown",
-    "updates",
     "update_failed",
     "duplicate_microbatch",
 )
@@ -59,6 +59,10 @@ SUMS = {
     "prob_diff": exact_sum.UNSIGNED_SLOTS,
 }
 """Exact sums over compared tokens and their lengths (see exact_sum); ``mult`` is exp(abs d), ``prob`` is exp T or R."""
+
+SUM_OFFSETS = dict(zip(SUMS, accumulate(SUMS.values(), initial=0), strict=False))
+"""Where each begins in the stretch of all sums, which follow one another."""
+SUMS_LENGTH = sum(SUMS.values())
 
 MINIMA = ("dlogp_min", "abs_dlogp_min")
 MAXIMA = ("dlogp_max", "abs_dlogp_max", "prob_diff_max")
@@ -132,6 +136,7 @@ class StateLayout:
     Attributes:
         fields: name -> Field, in the vector's order; they add up over ranks.
         additive_length: their length in all, in int64; it does not depend on the group.
+        sums: where the exact sums stand.
         row_length, group_size: the rows behind them.
         length: of the whole vector; it never depends on the data.
         fingerprint: int64 hash of all of the above and of the settings that give the numbers their meaning.
@@ -160,6 +165,7 @@ class StateLayout:
             self.fields[name] = Field(name, offset, length)
             offset += length
         self.additive_length = offset
+        self.sums = slice(first := self.fields[f"sum_{next(iter(SUMS))}"].offset, first + SUMS_LENGTH)
         self.row_length = len(ROW_HEADER) + self.worst_k * len(self.worst_fields)
         self.length = offset + group_size * self.row_length
         self.fingerprint = self._fingerprint()

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlk_audit import breakdowns, samples, sketch
 from rlk_audit.config import AUTO, TOKEN_CLASSES, AuditConfig
 from rlk_audit.exact_sum import FRACTION_BITS, SIGNED_SLOTS, UNSIGNED_SLOTS
-from rlk_audit.layout import COUNTER_INDEX, COUNTERS, SUMS, StateLayout, breakdown_field
+from rlk_audit.layout import COUNTER_INDEX, COUNTERS, SUM_OFFSETS, StateLayout, breakdown_field
 from rlk_audit.measure import K3_SERIES, K3_SERIES_BELOW, LN2, SQUARE_OVERFLOW, ZERO_FILL_TRAIN_LOGP, FlatTokens
 from rlk_audit.state import State
 from rlk_audit.worst import NO_TOKEN
@@ -67,15 +67,12 @@ _TAIL_LN2 = COUNTER_INDEX["tail_ln2"]
 _OVERFLOW_RATIO, _OVERFLOW_SQUARE = COUNTER_INDEX["overflow_ratio"], COUNTER_INDEX["overflow_square"]
 _OVERFLOW_K3, _OVERFLOW_MULT = COUNTER_INDEX["overflow_k3"], COUNTER_INDEX["overflow_mult"]
 
-# Where each sum stands in the stretch of all sums, which follow one another in the order of SUMS.
-_AT = dict(zip(SUMS, np.cumsum([0, *SUMS.values()]).tolist(), strict=False))
-_DLOGP_SUM, _DLOGP_SQUARED = _AT["dlogp"], _AT["dlogp_squared"]
-_RATIO_SUM, _RATIO_SQUARED = _AT["ratio"], _AT["ratio_squared"]
-_K3_SUM, _MULT_SUM, _TRAIN_SUM = _AT["k3"], _AT["mult"], _AT["train_logp"]
-_TRAIN_PROB_SUM, _TRAIN_PROB_SQUARED = _AT["train_prob"], _AT["train_prob_squared"]
-_ROLLOUT_PROB_SUM, _ROLLOUT_PROB_SQUARED = _AT["rollout_prob"], _AT["rollout_prob_squared"]
-_PROB_PRODUCT, _PROB_DIFF_SUM = _AT["prob_product"], _AT["prob_diff"]
-_SUMS_LENGTH = sum(SUMS.values())
+_DLOGP_SUM, _DLOGP_SQUARED = SUM_OFFSETS["dlogp"], SUM_OFFSETS["dlogp_squared"]
+_RATIO_SUM, _RATIO_SQUARED = SUM_OFFSETS["ratio"], SUM_OFFSETS["ratio_squared"]
+_K3_SUM, _MULT_SUM, _TRAIN_SUM = SUM_OFFSETS["k3"], SUM_OFFSETS["mult"], SUM_OFFSETS["train_logp"]
+_TRAIN_PROB_SUM, _TRAIN_PROB_SQUARED = SUM_OFFSETS["train_prob"], SUM_OFFSETS["train_prob_squared"]
+_ROLLOUT_PROB_SUM, _ROLLOUT_PROB_SQUARED = SUM_OFFSETS["rollout_prob"], SUM_OFFSETS["rollout_prob_squared"]
+_PROB_PRODUCT, _PROB_DIFF_SUM = SUM_OFFSETS["prob_product"], SUM_OFFSETS["prob_diff"]
 
 _K3_0, _K3_1, _K3_2, _K3_3, _K3_4 = K3_SERIES
 
@@ -153,14 +150,13 @@ def _measure_chunk(
     torch.exp(rows[_DLOGP], out=rows[_RATIO])
     torch.exp(rows[_TRAIN], out=rows[_TRAIN_PROB])
     torch.exp(rows[_ROLLOUT], out=rows[_ROLLOUT_PROB])
-    first = layout.fields[f"sum_{next(iter(SUMS))}"].offset
     _accumulate(
         of_rows,
         of_compared,
         floats,
         floats.view(np.int32),
         counters,
-        additive[first : first + _SUMS_LENGTH],
+        additive[layout.sums],
         additive[layout.fields["sketch"].slice],
         config.grouping_power,
         state.extremes.numpy(),

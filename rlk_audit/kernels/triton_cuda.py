@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from rlk_audit.config import TOKEN_CLASSES
 from rlk_audit.exact_sum import SIGNED_SLOTS, UNSIGNED_SLOTS
-from rlk_audit.layout import COUNTER_INDEX, EXTREMES, MINIMA, SUMS, StateLayout
+from rlk_audit.layout import COUNTER_INDEX, EXTREMES, MINIMA, SUM_OFFSETS, StateLayout
 from rlk_audit.measure import LN2, SQUARE_OVERFLOW, ZERO_FILL_TRAIN_LOGP, FlatTokens, Rounded, add_to_parts
 from rlk_audit.sketch import BIAS, MANTISSA_BITS, MAX_EXPONENT, MIN_EXPONENT
 from rlk_audit.state import State
@@ -80,7 +79,7 @@ def measure(tokens: FlatTokens, layout: StateLayout, state: State) -> tuple[Tens
         layout.additive_length,
         GROUPING_POWER=config.grouping_power,
         SKETCH=layout.fields["sketch"].offset,
-        SUMS_AT=layout.fields[f"sum_{next(iter(SUMS))}"].offset,
+        SUMS_AT=layout.sums.start,
         **_ACCUMULATE_CONSTANTS,
     )
     state.additive += tables.sum(0)
@@ -237,7 +236,7 @@ def _classify(  # type: ignore[no-untyped-def]
     tl.store(extremes + 3 * programs + program, tl.max(tl.where(compared, magnitude, lowest)))
 
 
-_OFFSETS = {f"{name.upper()}_AT": at for name, at in zip(SUMS, np.cumsum([0, *SUMS.values()]).tolist(), strict=False)}
+_OFFSETS = {f"{name.upper()}_AT": at for name, at in SUM_OFFSETS.items()}
 _ACCUMULATE_CONSTANTS: dict[str, Any] = _OFFSETS | {
     "OVERFLOW_RATIO": COUNTER_INDEX["overflow_ratio"],
     "OVERFLOW_SQUARE": COUNTER_INDEX["overflow_square"],
