@@ -162,6 +162,9 @@ class AuditConfig:
         )
         _require_number(self.sentinel_floor, "sentinel_floor", -1000.0, -1.0)
         _require_number(self.positive_tolerance, "positive_tolerance", 0.0, 1e-3)
+        for name in ("eps_low", "eps_high", "sentinel_floor", "positive_tolerance"):
+            # An integer would be another text, and so another hash, of the same setting.
+            object.__setattr__(self, name, float(getattr(self, name)))
         _require(isinstance(self.expect_identical, bool), "expect_identical", "True or False", self.expect_identical)
         _require(
             isinstance(self.prefix, str) and _PREFIX.fullmatch(self.prefix) is not None,
@@ -218,6 +221,11 @@ class AuditConfig:
         if self.strict_classes is not None:
             return self.strict_classes
         return DEFAULT_STRICT_CLASSES + (() if self.train_filter else ("train_neginf",))
+
+    @property
+    def one_worst_per_sample(self) -> bool:
+        """Whether at most one of a sample's tokens is among the worst."""
+        return self.worst_per_sample == 1
 
     @property
     def caller_labels(self) -> tuple[str, ...]:

@@ -149,6 +149,7 @@ class StepReport:
         step: int | None = None,
         read: Callable[[], Tensor] | None = None,
         hosts: Mapping[int, str] | None = None,
+        worst_have_gaps: bool = False,
     ) -> StepReport:
         """Make a report of a summed state vector; the numbers are computed when one is first read.
 
@@ -159,6 +160,7 @@ class StepReport:
             step: the step's number.
             read: returns the vector's values on the CPU, where a copy is under way; asked when a number is first read.
             hosts: global rank -> name of its host.
+            worst_have_gaps: tokens may be missing between the worst ones, so that no bucket's maximum follows of them.
 
         Raises:
             ValueError: the vector has another length or dtype.
@@ -176,8 +178,8 @@ class StepReport:
 
         def build() -> _Contents:
             if totals is not None:
-                return _contents(totals, hosts or {})
-            return _contents(_read(vector if read is None else read(), layout), hosts or {})
+                return _contents(totals, hosts or {}, worst_have_gaps)
+            return _contents(_read(vector if read is None else read(), layout), hosts or {}, worst_have_gaps)
 
         return cls(build, scope=scope, step=step, prefix=config.prefix, metadata=config.metadata)
 
@@ -243,6 +245,11 @@ class StepReport:
     def complete(self) -> bool:
         """Whether no update failed on any rank."""
         return "update_failed" not in self.warnings
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """A sentence on each thing for which the step failed its verdict; empty where it passed or was not judged."""
+        return () if self.verdict is None else self.verdict.failures()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: NaN and infinities are None."""
@@ -329,7 +336,7 @@ def _read(vector: Tensor, layout: StateLayout) -> Totals:
     return totals
 
 
-def _contents(totals: Totals, hosts: Mapping[int, str]) -> _Contents:
+def _contents(totals: Totals, hosts: Mapping[int, str], worst_have_gaps: bool = False) -> _Contents:
     worst = _worst_tokens(totals)
     warnings = step_warnings(totals)
     return _Contents(
@@ -339,7 +346,7 @@ def _contents(totals: Totals, hosts: Mapping[int, str]) -> _Contents:
         step_notes(totals),
         worst,
         tuple(RankSummary(**figures, host=hosts.get(figures["rank"], "")) for figures in rank_figures(totals)),
-        step_breakdowns(totals, _bucket_maxima(worst, totals.layout.config)),
+        step_breakdowns(totals, {} if worst_have_gaps else _bucket_maxima(worst, totals.layout.config)),
         () if totals.samples is None or totals.samples.unplaced else totals.samples.worst(totals.layout.config.worst_k),
         totals.layout.group_size,
         dlogp_histogram(totals),
@@ -349,7 +356,7 @@ def _contents(totals: Totals, hosts: Mapping[int, str]) -> _Contents:
 def _worst_tokens(totals: Totals) -> tuple[WorstToken, ...]:
     layout = totals.layout
     rows = totals.rows[:, len(ROW_HEADER) :].reshape(-1, len(layout.worst_fields))
-    chosen = worst_rows(torch.from_numpy(rows), layout.worst_k, layout.config.worst_per_sample == 1)
+    chosen = worst_rows(torch.from_numpy(rows), layout.worst_k, layout.config.one_worst_per_sample)
     named = (dict(zip(layout.worst_fields, row, strict=True)) for row in chosen.tolist())
     return tuple(_worst_token(row, layout) for row in named if row["valid"])
 
@@ -368,7 +375,7 @@ def _worst_token(row: dict[str, int], layout: StateLayout) -> WorstToken:
 def _bucket_maxima(worst: tuple[WorstToken, ...], config: AuditConfig) -> dict[str, dict[str, float]]:
     """Return label -> bucket -> abs(dlogp) of its worst token: the first of it among the worst tokens of all."""
     maxima: dict[str, dict[str, float]] = {name: {} for name in config.breakdowns}
-    if config.worst_per_sample is not None:
+    if config.one_worst_per_sample:
         return maxima  # a bucket's worst token may be left out for another of its sample
     for token in worst:
         buckets = dict(token.labels)

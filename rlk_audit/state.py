@@ -28,14 +28,14 @@ class State:
         extremes: float64 [len(EXTREMES)], minima at +inf and maxima at -inf while nothing was compared.
         worst: int64 [config.worst_k, len(layout.worst_fields)], worst first; rows with ``valid`` 0 are empty.
         flags: int64 scalar, FLAGS.
-        updates: int64 [2], fewest and most optimizer updates since the rollout; int64's max and min while unknown.
+        updates_since_rollout: int64 [2], fewest and most optimizer updates; int64's max and min while unknown.
     """
 
     additive: Tensor
     extremes: Tensor
     worst: Tensor
     flags: Tensor
-    updates: Tensor
+    updates_since_rollout: Tensor
 
     @classmethod
     def empty(cls, layout: StateLayout, device: torch.device) -> State:
@@ -71,7 +71,7 @@ class State:
         return cls(
             vector[: layout.additive_length].clone(),
             torch.stack(lowest + highest),
-            worst_rows(worst, layout.config.worst_k, layout.config.worst_per_sample == 1),
+            worst_rows(worst, layout.config.worst_k, layout.config.one_worst_per_sample),
             flags,
             torch.stack([column["updates_since_rollout_min"].amin(), column["updates_since_rollout_max"].amax()]),
         )
@@ -95,8 +95,8 @@ class State:
         self.extremes[:count].clamp_(max=other.extremes[:count])
         self.extremes[count:].clamp_(min=other.extremes[count:])
         self.flags |= other.flags
-        self.updates[0].clamp_(max=other.updates[0])
-        self.updates[1].clamp_(min=other.updates[1])
+        self.updates_since_rollout[0].clamp_(max=other.updates_since_rollout[0])
+        self.updates_since_rollout[1].clamp_(min=other.updates_since_rollout[1])
 
     def to(self, device: torch.device) -> State:
         """Return the state on a device."""
@@ -104,7 +104,7 @@ class State:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors in the order of the attributes."""
-        return self.additive, self.extremes, self.worst, self.flags, self.updates
+        return self.additive, self.extremes, self.worst, self.flags, self.updates_since_rollout
 
     def digest(self) -> Tensor:
         """Return an int64 hash of the additive fields: their sum under odd weights, modulo 2^64."""
@@ -132,8 +132,8 @@ class State:
             "compared": counters[COUNTER_INDEX["compared"]],
             "update_failed": counters[COUNTER_INDEX["update_failed"]],
             "abs_dlogp_sum": exact_sum.magnitude_sum_float64(dlogp_slots).view(torch.int64),
-            "updates_since_rollout_min": self.updates[0],
-            "updates_since_rollout_max": self.updates[1],
+            "updates_since_rollout_min": self.updates_since_rollout[0],
+            "updates_since_rollout_max": self.updates_since_rollout[1],
             "expected_active": expected_active,
             "step": step,
         }

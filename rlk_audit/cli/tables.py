@@ -82,8 +82,7 @@ def problem_lines(view: RunView) -> Iterator[Text]:
 def verdict_lines(reports: Iterable[StepReport]) -> Iterator[Text]:
     """Yield a line for each thing that failed in a step."""
     for report in reports:
-        if report.verdict is not None and not report.verdict.passed:
-            yield from (failure_line(f"{step_name(report)}: {told}") for told in report.verdict.failures())
+        yield from (failure_line(f"{step_name(report)}: {told}") for told in report.failures)
 
 
 def step_name(report: StepReport) -> str:

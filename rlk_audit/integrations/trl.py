@@ -149,7 +149,7 @@ class GrpoAudit(TrainerCallback):
     def _keep(self, report: StepReport | None) -> None:
         """Keep the report for the trainer's log, unless one that failed waits there."""
         waiting = self._unlogged
-        if waiting is None or waiting.verdict is None or waiting.verdict.passed:
+        if waiting is None or not waiting.failures:
             self._unlogged = report or waiting
 
     def _observe(self, batch: Batch, train_log_probs: Tensor | None) -> None:

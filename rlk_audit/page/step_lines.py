@@ -11,7 +11,7 @@ import numpy as np
 from rlk_audit.page.axes import ZERO_NOTE, LogScale, or_least
 from rlk_audit.page.parts import Cell, Chart, Table, Trace
 from rlk_audit.page.text import NOTHING, chart_text, count_of, figure, quantile_name, quantile_share, step_name
-from rlk_audit.page.totals import failures, quantile_keys
+from rlk_audit.page.totals import quantile_keys
 from rlk_audit.report import StepReport
 
 POINTS = 1000
@@ -45,7 +45,7 @@ def step_chart(steps: Sequence[StepReport]) -> Chart:
     keys = line_keys(steps)
     columns = {key: [float(report.metrics.get(key, math.nan)) for report in steps] for key in keys}
     scale = LogScale.of(value for column in columns.values() for value in column)
-    failed = [place for place, report in enumerate(steps) if failures(report)]
+    failed = [place for place, report in enumerate(steps) if report.failures]
     data = [_line(key, columns[key], numbers, steps, scale, at) for at, key in enumerate(keys)]
     data += [_marks(failed, steps, numbers)] if failed else []
     layout = {
@@ -127,7 +127,7 @@ def _marks(failed: list[int], steps: Sequence[StepReport], numbers: list[int]) -
 
 def _failed_text(group: list[int], steps: Sequence[StepReport]) -> str:
     first = steps[group[0]]
-    told = f"{step_name(first.step)}: {failures(first)[0]}"
+    told = f"{step_name(first.step)}: {first.failures[0]}"
     if len(group) > 1:
         told = f"{len(group)} failed steps up to {step_name(steps[group[-1]].step)}; {told}"
     return chart_text(told, _SENTENCE)
@@ -168,7 +168,7 @@ def _table(steps: Sequence[StepReport], columns: dict[str, list[float]], failed:
             step_name(steps[i].step),
             steps[i].metrics.get("compared_token_count", math.nan),
             *(columns[key][i] for key in columns),
-            "; ".join(failures(steps[i])) or NOTHING,
+            "; ".join(steps[i].failures) or NOTHING,
         )
         for i in places
     ]

@@ -46,11 +46,6 @@ def reports(view: RunView) -> tuple[StepReport, ...]:
     return view.steps if view.total is None else (*view.steps, view.total)
 
 
-def failures(report: StepReport) -> tuple[str, ...]:
-    """Return a sentence on each thing in which a report failed."""
-    return () if report.verdict is None else report.verdict.failures()
-
-
 def quantile_keys(metrics: Iterable[str]) -> list[str]:
     """Return the keys of quantiles of abs(dlogp)."""
     return [key for key in metrics if _QUANTILE.fullmatch(key)]
@@ -62,15 +57,15 @@ def _outcomes(report: StepReport) -> set[str]:
 
 def outcome(view: RunView) -> Outcome:
     """Return the verdict of the whole view; nothing compared is never said to be fine."""
-    failed = [report for report in reports(view) if failures(report)]
-    judged = [report for report in reports(view) if failures(report) or _outcomes(report) & {PASS, FAIL}]
+    failed = [report for report in reports(view) if report.failures]
+    judged = [report for report in reports(view) if report.failures or _outcomes(report) & {PASS, FAIL}]
     blank = sum(NO_DATA in _outcomes(report) for report in reports(view))
     detail = f" In {count_of(blank, 'report')} a limited metric had no data." if blank else ""
     if failed:
         first = failed[0]
         where = "the run as a whole" if first is view.total else step_name(first.step)
         told = f"{len(failed):,} of {count_of(len(judged), 'judged report')} failed. First {where}: "
-        return Outcome("bad", "Limit crossed", told + "; ".join(failures(first)) + "." + detail)
+        return Outcome("bad", "Limit crossed", told + "; ".join(first.failures) + "." + detail)
     if not compared_tokens(view):
         return Outcome("empty", "Nothing compared", "No token had a plausible log-probability on both sides." + detail)
     if judged:

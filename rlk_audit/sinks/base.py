@@ -46,8 +46,7 @@ class EveryNth:
 
     def write(self, report: StepReport) -> None:
         """Write the report if it is its turn."""
-        failed = report.verdict is not None and not report.verdict.passed
-        if failed or report.step is None or report.step % self.n == 0:
+        if report.failures or report.step is None or report.step % self.n == 0:
             self.sink.write(report)
 
     def close(self) -> None:

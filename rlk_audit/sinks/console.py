@@ -60,14 +60,14 @@ def summary_line(report: StepReport) -> str:
         parts.append(f"worst sample {worst.sample_index} pos {worst.token_position} rank {worst.rank}{labels}")
     parts += [f"{code}={count}" for code, count in report.warnings.items()]
     parts += report.notes
-    if report.verdict is not None and not report.verdict.passed:
-        parts.append(f"FAILED {'; '.join(report.verdict.failures())}")
+    if report.failures:
+        parts.append(f"FAILED {'; '.join(report.failures)}")
     return " | ".join(parts)
 
 
 def cause_lines(report: StepReport) -> list[str]:
     """Return a line for each of the strongest causes of a step that failed its verdict, or one that none is known."""
-    if report.verdict is None or report.verdict.passed:
+    if not report.failures:
         return []
     causes = [f"    cause: {finding}" for finding in report.findings if finding.names_cause]
     if not causes and report.findings:
@@ -80,7 +80,7 @@ def _short(value: float) -> str:
 
 
 def _style(report: StepReport) -> str:
-    if report.verdict is not None and not report.verdict.passed:
+    if report.failures:
         return "bold red"
     return "yellow" if report.warnings else ""
 
