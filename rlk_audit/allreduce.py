@@ -256,9 +256,9 @@ def replicas_that_differ(collector: Collector | None, group: Group) -> list[int]
     _, group_size = group_place(group)
     if group_size == 1:
         return []
-    cpu = torch.device("cpu")
     digest = torch.zeros((), dtype=torch.int64) if collector is None else collector.digest()
-    digest = digest.to(buffer_device(group, cpu if collector is None else collector.device))
+    # Where the audit has ended there is no collector, and every rank must choose the same backend.
+    digest = digest.to(buffer_device(group, torch.device("cpu")))
     spread = torch.stack([digest, -digest])
     dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=group)
     if int(spread.sum()) == 0:

@@ -150,7 +150,6 @@ class Auditor:
         self._failing: set[int] = set()
         self._in_flight: tuple[int, Pending] | None = None
         self._total = RunTotal(self.config)
-        self._last_step: int | None = None
         self._carried: dict[str, Any] | None = None
         self._closing = threading.Lock()
         self._closed = False
@@ -219,9 +218,7 @@ class Auditor:
 
     def failure(self, report: StepReport) -> str | None:
         """Return why a ``strict`` audit must stop at this report, or None."""
-        if self.config.mode != "strict" or report.verdict is None or report.verdict.passed:
-            return None
-        return failure_message(report)
+        return failure_message(report) if self.config.mode == "strict" and report.failures else None
 
     def close(self) -> None:
         """Finish a step in flight, write the run's total and close the sinks. Starts no communication.
@@ -259,7 +256,7 @@ class Auditor:
         """
         if self._carried is not None:
             return self._carried
-        return {"last_step": self._last_step, "total": self._total.state_dict(), "history": self._judge.state_dict()}
+        return {"total": self._total.state_dict(), "history": self._judge.state_dict()}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take up a run where ``state_dict`` left it; the group may have another size.
@@ -270,9 +267,8 @@ class Auditor:
         if self.collector is None:
             self._carried = dict(values)
             return
-        self._total.load_state_dict(values["total"], self.collector.device)
+        self._total.load_state_dict(values["total"])
         self._judge.load_state_dict(values["history"])
-        self._last_step = values["last_step"]
 
     def _reduce(self, collector: Collector, step: int) -> StepReport | None:
         if self._made_alone and group_place(self.group)[1] > 1:
@@ -304,16 +300,21 @@ class Auditor:
         self._diagnose(report, step)
         self._keep_evidence(report)
         self._total.add(pending.vector, pending.group_size)
-        self._last_step = step
-        if self._warnings is not None:
-            self._warnings.tell(step, report)
+        self._warn(report, step)
         self._write(report)
         return report
 
+    def _warn(self, report: StepReport, step: int) -> None:
+        if self._warnings is None:
+            return
+        try:
+            self._warnings.tell(step, report)
+        except Exception as error:  # here the report's figures are made, which must not end one rank alone
+            logger.warning("step %s has no figures: %s", step, error)
+
     def _diagnose(self, report: StepReport, step: int) -> None:
         """Look for the cause of a failed step, on every rank; where it is written, now and then of one that passed."""
-        failed = report.verdict is not None and not report.verdict.passed
-        if not failed and (not self._sinks or step % DIAGNOSIS_INTERVAL):
+        if not report.failures and (not self._sinks or step % DIAGNOSIS_INTERVAL):
             return
         try:
             report.findings = diagnose(report)
@@ -324,7 +325,7 @@ class Auditor:
         """Write the worst samples of a failed step, and let go of the step's batches."""
         if self._evidence is None or report.step is None:
             return
-        if report.verdict is not None and not report.verdict.passed:
+        if report.failures:
             self._evidence.write(report.step, report, global_rank())
         self._evidence.clear(report.step)
 

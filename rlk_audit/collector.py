@@ -19,7 +19,7 @@ from rlk_audit.measure import FlatTokens
 from rlk_audit.ragged import to_float_and_missing
 from rlk_audit.report import StepReport
 from rlk_audit.state import State
-from rlk_audit.tokens import PerToken, TokenBatch, Values
+from rlk_audit.tokens import PerToken, TokenBatch, Values, one_per_row
 from rlk_audit.worst import abs_dlogp_of_rows, kth_largest_bound, select_worst
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,6 @@ ERROR_SENTENCES = 8
 
 _STEPS = 2**62
 """Steps are told apart modulo this, so that a number of any size has its place in an int64."""
-
-_PER_TOKEN = ("token_position", "token_ids", "rollout_token_ids")
-"""Ids that are a token's own; the others, and labels, are often one value a sample."""
 
 
 class Collector:
@@ -104,7 +101,7 @@ class Collector:
                 self._count("duplicate_microbatch")
                 return
             try:
-                self._state.add(self._measure(batch, microbatch), self._one_per_sample)
+                self._state.add(self._measure(batch, microbatch), self.config.one_worst_per_sample)
             except Exception as error:  # whatever the data did, this rank must still reach the collective
                 self.mark_failed(str(error))
                 return
@@ -161,7 +158,7 @@ class Collector:
             told = differences(other.config.state_values(), self.config.state_values())
             raise ValueError(f"cannot merge collectors of different settings: {told}")
         with torch.inference_mode(False), torch.no_grad():
-            self._state.add(other._state.to(self.device), self._one_per_sample)
+            self._state.add(other._state.to(self.device), self.config.one_worst_per_sample)
         self._microbatches |= other._microbatches
 
     def merge_vector(self, vector: Tensor) -> None:
@@ -177,7 +174,7 @@ class Collector:
         if not self.layout.made(vector):
             raise ValueError("the vector was packed with other settings; make both from one AuditConfig")
         with torch.inference_mode(False), torch.no_grad():
-            self._state.add(State.of_vector(vector.to(self.device), self.layout), self._one_per_sample)
+            self._state.add(State.of_vector(vector.to(self.device), self.layout), self.config.one_worst_per_sample)
 
     def pack(
         self, group_rank: int = 0, group_size: int = 1, rank: int | None = None, step: int | None = None
@@ -204,10 +201,6 @@ class Collector:
     def compute(self) -> StepReport:
         """Return the report of this rank alone (``scope == "rank"``)."""
         return StepReport.from_vector(self.pack(), self.config, scope="rank")
-
-    @property
-    def _one_per_sample(self) -> bool:
-        return self.config.worst_per_sample == 1
 
     def _count(self, counter: str) -> None:
         self._state.additive[COUNTER_INDEX[counter]] += 1
@@ -334,8 +327,7 @@ class Collector:
             ids = torch.as_tensor(values, device=self.device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{name} must be integers in one array, got {values!r:.80} ({error})") from error
-        if len(shape) == 2 and ids.dim() == 1 and len(ids) == shape[0] and name not in _PER_TOKEN:
-            ids = ids[:, None]  # one value a row
+        ids = one_per_row(name, ids, shape)
         if ids.numel() and (ids.is_floating_point() or ids.is_complex()):  # an empty list makes a float tensor
             raise ValueError(f"{name} must be integers, got {ids.dtype}")
         try:
@@ -356,7 +348,6 @@ class Collector:
         filled = tokens.train.numel() > 0
         refused = batch.refused_active
         counts: dict[str, int | Tensor] = {
-            "updates": 1,
             "length_mismatch": batch.refused_samples,
             "rejected": refused if isinstance(refused, int) else refused.to(self.device),
             "total": batch.refused_total,
@@ -382,8 +373,9 @@ class Collector:
             return
         updates = self._integers("updates_since_rollout", batch.updates_since_rollout, shape).reshape(-1)
         known = compared & (updates >= 0)
-        state.updates[0] = torch.where(known, updates, state.updates[0]).amin()
-        state.updates[1] = torch.where(known, updates, state.updates[1]).amax()
+        fewest, most = state.updates_since_rollout
+        state.updates_since_rollout[0] = torch.where(known, updates, fewest).amin()
+        state.updates_since_rollout[1] = torch.where(known, updates, most).amax()
 
     def _keep_worst(
         self,
@@ -407,7 +399,9 @@ class Collector:
             return self._integers(name, ids, shape)[at].expand(places.shape)
 
         sample, position = picked("sample_index", batch.sample_index), picked("token_position", batch.token_position)
-        chosen, exists = select_worst(abs_dlogp[places], sample, position, self.config.worst_k, self._one_per_sample)
+        chosen, exists = select_worst(
+            abs_dlogp[places], sample, position, self.config.worst_k, self.config.one_worst_per_sample
+        )
         places, at = places[chosen], tuple(index[chosen] for index in at)
         columns = {
             "valid": exists.long(),
@@ -436,7 +430,7 @@ class Collector:
         if self.device.type != "cpu":
             return torch.arange(len(abs_dlogp), device=self.device)
         floor = abs_dlogp_of_rows(self._state.worst)[-1].clamp(min=0.0)
-        if self.config.worst_per_sample is None:
+        if not self.config.one_worst_per_sample:
             floor = torch.maximum(floor, kth_largest_bound(abs_dlogp, self.config.worst_k))
         return (abs_dlogp >= floor).nonzero()[:, 0]
 

@@ -17,7 +17,7 @@ from rlk_audit.layout import COUNTER_INDEX
 from rlk_audit.measure import FlatTokens, classify
 from rlk_audit.nonfinite import LOG_PROBS, nonfinite_key
 from rlk_audit.ragged import to_float_and_missing
-from rlk_audit.tokens import TokenBatch
+from rlk_audit.tokens import TokenBatch, one_per_row
 from rlk_audit.worst import NO_TOKEN
 
 _SAME_SHAPE = ("mask", "valid", "rollout_missing")
@@ -46,7 +46,7 @@ class KeptBatch:
         columns = {"train_log_probs": train}
         given = {name: getattr(batch, name) for name in (*_SAME_SHAPE, *_IDS)}
         given |= {_LABEL + name: codes for name, codes in batch.labels.items()}
-        columns |= {name: torch.as_tensor(value) for name, value in given.items() if value is not None}
+        columns |= {n: one_per_row(n, torch.as_tensor(v), train.shape) for n, v in given.items() if v is not None}
         columns |= {name: columns[name] != 0 for name in _SAME_SHAPE if name in columns}
         if batch.rollout_log_probs is not None:
             columns["rollout_log_probs"], absent = to_float_and_missing(batch.rollout_log_probs)

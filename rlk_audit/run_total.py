@@ -32,16 +32,20 @@ class RunTotal:
         self._layout = StateLayout(self._config)
         self._step_config = config
         self._state: State | None = None
+        self._worst_k = config.worst_k
         self.steps = 0
 
     def add(self, vector: Tensor, group_size: int) -> None:
         """Add a step's summed state vector."""
         with torch.inference_mode(False), torch.no_grad():
-            step = State.of_vector(vector, StateLayout(self._step_config, group_size))
+            layout = StateLayout(self._step_config, group_size)
+            self._worst_k = min(self._worst_k, layout.worst_k)
+            step = State.of_vector(vector, layout)
             step.additive = step.additive[: self._layout.additive_length].clone()
             if self._state is None:
                 self._state = step
             else:
+                self._state = self._state.to(vector.device)  # one that was loaded lies where it was saved
                 self._state.add(step, worst_per_sample=False)
         self.steps += 1
 
@@ -49,7 +53,11 @@ class RunTotal:
         """Return the figures of all tokens of the run (``kind == "run"``); None before the first step."""
         if self._state is None:
             return None
-        report = StepReport.from_vector(self._state.pack(self._layout, 0, -1), self._config)
+        # Of ranks that keep one worst token each the second worst of all is not known.
+        config = replace(self._config, worst_k=self._worst_k)
+        vector = self._state.pack(StateLayout(config), 0, -1)
+        gaps = self._step_config.one_worst_per_sample
+        report = StepReport.from_vector(vector, config, worst_have_gaps=gaps)
         report.kind = "run"
         return report
 
@@ -58,10 +66,11 @@ class RunTotal:
         return {
             "steps": self.steps,
             "settings": self._settings(),
+            "worst_k": self._worst_k,
             "state": None if self._state is None else [tensor.clone().cpu() for tensor in self._state.tensors()],
         }
 
-    def load_state_dict(self, values: Mapping[str, Any], device: torch.device) -> None:
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take up a run where ``state_dict`` left it.
 
         Raises:
@@ -75,7 +84,8 @@ class RunTotal:
         if saved is not None and _shapes(saved) != _shapes(empty):
             raise ValueError(f"the saved run total must hold {_shapes(empty)}, got {_shapes(saved)}")
         self.steps = int(values["steps"])
-        self._state = None if saved is None else saved.clone().to(device)
+        self._worst_k = int(values.get("worst_k", self._step_config.worst_k))  # earlier versions have none
+        self._state = None if saved is None else saved.clone()
 
     def _settings(self) -> dict[str, str]:
         # The total has no table of samples, whatever its steps had.

@@ -234,13 +234,13 @@ class _Part:
         rollout = np.full(len(train), math.nan) if rollout_given is None else _floats(rollout_given)
         mask = row.get("mask")
         active = np.ones(len(train), dtype=bool) if mask is None else np.asarray(mask) != 0
-        if not len(train) == len(rollout) == len(active):
-            return None
         ids, others = (_ids(row.get(name), len(train)) for name in ("token_ids", "rollout_token_ids"))
+        position, rank = (_ids(row.get(name), len(train)) for name in ("token_position", "rank"))
+        columns = (rollout, active, ids, others, position, rank)
+        if any(column is not None and len(column) != len(train) for column in columns):
+            return None
         if ids is not None and others is not None:
             rollout = np.where(ids != others, math.nan, rollout)
-        position = _ids(row.get("token_position"), len(train))
-        rank = _ids(row.get("rank"), len(train))
         index = row.get("sample_index")
         prompt = row.get("prompt_length")
         return cls(

@@ -25,6 +25,14 @@ PerToken = Values | int | None
 _INDEX_SCORES = ("token", "next_token")
 _PER_SAMPLE = ("sample_index", "sample_slot", "rollout_id", "updates_since_rollout")
 """Fields that may come as one value a sample; labels may too."""
+_PER_TOKEN = ("token_position", "token_ids", "rollout_token_ids")
+"""Ids that are a token's own; the others, and labels, are often one value a sample."""
+
+
+def one_per_row(name: str, ids: Tensor, shape: torch.Size) -> Tensor:
+    """Return ids so that they broadcast to ``shape``: [rows] beside [rows, columns] is one value a row."""
+    per_row = len(shape) == 2 and ids.dim() == 1 and len(ids) == shape[0] and name not in _PER_TOKEN
+    return ids[:, None] if per_row else ids
 
 
 def own_shard(values: Any) -> Any:
@@ -302,12 +310,16 @@ class _Places:
 
     def spread(self, value: Any) -> Any:
         """Give every token its sequence's value; what is not one value a sequence stays as it is."""
-        if value is None or isinstance(value, int):
+        if not self._is_one_each(value):
             return value
         value = torch.as_tensor(value, device=self.position.device)
-        if value.dim() != 1 or len(value) != self.samples:
-            return value
         return value[:, None] if self.sample is None else per_sample(value, self.sample, -1)
+
+    def _is_one_each(self, value: Any) -> bool:
+        """Return whether a value is one a sequence: [samples]."""
+        if value is None or isinstance(value, int):
+            return False
+        return tuple(torch.as_tensor(value).shape) == (self.samples,)
 
     def batch(
         self,
@@ -321,9 +333,8 @@ class _Places:
         """Return the batch of these tokens, with their positions in the response where its start is known."""
         labels = {name: self.spread(codes) for name, codes in (fields.pop("labels", None) or {}).items()}
         spread = {n: self.spread(value) if n in _PER_SAMPLE else value for n, value in fields.items()}
-        slots = fields.get("sample_slot")
-        if slots is not None and slots is not spread["sample_slot"]:
-            spread["whole_slots"] = slots
+        if self._is_one_each(fields.get("sample_slot")):
+            spread["whole_slots"] = fields["sample_slot"]
         real = self.real
         if response_start is not None:
             position = self.position + int(index_scores == "next_token") - self.spread(response_start)

@@ -318,6 +318,38 @@ def test_one_index_in_two_rows_is_two_samples(tmp_path: Path) -> None:
     assert sorted(r["train_log_probs"] for r in read(buffer.write(0))) == [[-3.0, -4.0], [-1.0, -2.0]]
 
 
+@pytest.mark.parametrize("columns", [2, 3])
+def test_a_value_a_row_is_the_row_s(columns: int, tmp_path: Path) -> None:
+    """As the collector takes it, also where there are as many rows as columns."""
+    shape, config = (2, columns), AuditConfig(breakdowns={"engine": ("a", "b")})
+    batch = TokenBatch(
+        torch.full(shape, -2.0), torch.full(shape, -1.0), torch.ones(shape), labels={"engine": torch.tensor([1, 0])},
+        sample_index=torch.tensor([7, 9]), rollout_id=torch.tensor([3, 4]),
+    )  # fmt: skip
+    buffer = EvidenceBuffer(tmp_path, config=config)
+    buffer.keep(batch, 0)
+    records = read(buffer.write(1, force=True))
+    assert [(r["sample_index"], r["rollout_id"], r["labels"]) for r in records] == [
+        (7, 3, {"engine": "b"}), (9, 4, {"engine": "a"}),
+    ]  # fmt: skip
+    assert [len(r["train_log_probs"]) for r in records] == [columns] * 2
+
+
+@pytest.mark.parametrize(
+    "column", ["rollout_log_probs", "mask", "token_ids", "rollout_token_ids", "token_position", "rank"]
+)
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_a_row_of_unequal_arrays_is_left_out_of_a_table(column: str, length: int) -> None:
+    row = {
+        "train_log_probs": [-1.0] * 3,
+        "rollout_log_probs": [-1.5] * 3,
+        "token_ids": [1] * 3,
+        "token_position": [0, 1, 2],
+    }
+    table = TokenTable.from_rows([row | {column: [1] * length}, row])
+    assert table.train.tolist() == [-1.0] * 3 and table.rollout.tolist() == [-1.5] * 3
+
+
 def test_compressed_and_plain_say_the_same(tmp_path: Path) -> None:
     samples = labelled(random.Random(5), 6)
     batches = as_lists(samples, random.Random(0))

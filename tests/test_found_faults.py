@@ -18,10 +18,11 @@ from strategies import observe
 from rlk_audit import AuditConfig, Auditor, Collector, LogHistogram, StepReport, TokenBatch
 from rlk_audit.allreduce import Pending
 from rlk_audit.contracts import ContractError, apply_contract
-from rlk_audit.layout import WORST_TOKEN
+from rlk_audit.layout import ONE_WORST_ABOVE, WORST_TOKEN
 from rlk_audit.limits import Judge
 from rlk_audit.megatron_plugin import MegatronAudit, register
 from rlk_audit.metadata import batch_fields, partition_metadata
+from rlk_audit.run_total import RunTotal
 from rlk_audit.settings import resolve_settings
 from rlk_audit.sinks import JsonlSink
 
@@ -101,6 +102,43 @@ def test_a_figure_beyond_its_range_is_beyond_its_limit(metric: str, mode: str) -
     assert [str(result) for result in verdict.failed_limits] == [
         f"{metric} is beyond the range of its numbers, must be {'>= 0.5' if metric == 'ess0' else '<= 10'}"
     ]
+
+
+def beyond_range(limits: dict[str, Any], *drifts: float) -> tuple[bool, str]:
+    """Of samples of one token: whether the verdict passed, and what it told."""
+    config = AuditConfig(samples_per_step=4, limits=limits)
+    batch = TokenBatch.from_lists(
+        [[-1.0 + min(d, 0.0)] for d in drifts], [[-1.0 - max(d, 0.0)] for d in drifts], sample_slot=range(len(drifts))
+    )
+    verdict = Judge(config).judge(observe(batch, config=config))
+    return verdict.passed, "; ".join(verdict.failures())
+
+
+@pytest.mark.parametrize("metric", ["seq_chi2_0", "seq_ratio0_geo_mean", "seq_ratio0_geo_min", "seq_ratio0_geo_max"])
+def test_a_figure_of_samples_beyond_its_range_is_beyond_its_limit(metric: str) -> None:
+    passed, told = beyond_range({metric: "<=1e9"}, 998.0, 998.0)
+    assert not passed and told == f"{metric} is beyond the range of its numbers, must be <= 1e+09"
+    assert beyond_range({metric: "<=1e9"}, 0.5, 0.25) == (True, "")
+
+
+def test_ratios_that_all_vanish_have_no_effective_sample() -> None:
+    passed, told = beyond_range({"ess0": ">=0.9"}, -150.0, -150.0)
+    assert not passed and told == "ess0 is beyond the range of its numbers, must be >= 0.9"
+
+
+def test_a_limit_on_samples_without_samples_has_no_data() -> None:
+    config = AuditConfig(samples_per_step=4, limits={"seq_chi2_0": 1.0, "seq_ratio0_geo_max": 2.0})
+    batch = TokenBatch.from_lists([[-1.0]], [[-1.0]], sample_slot=[9])
+    verdict = Judge(config).judge(observe(batch, config=config))
+    assert [result.outcome for result in verdict.limits] == ["no_data", "no_data"]
+
+
+def test_a_failure_says_the_same_once_it_was_in_json() -> None:
+    config = AuditConfig(limits={"ratio0_max": 2.0})
+    report = observe(TokenBatch.from_lists([[-1.0]], [[-998.0]]), config=config)
+    report.verdict = Judge(config).judge(report)
+    assert report.failures == ("ratio0_max is beyond the range of its numbers, must be <= 2",)
+    assert StepReport.from_dict(json.loads(report.to_json())).failures == report.failures
 
 
 def test_a_limit_without_data_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -251,6 +289,17 @@ def test_a_pack_may_be_one_row(cp: int) -> None:
     assert observe(row).to_dict() == flat.to_dict()
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("whole", [True, False])
+def test_slots_may_be_one_a_sample_or_one_a_token(kind: Any, whole: bool) -> None:
+    config = AuditConfig(samples_per_step=4)
+    slots = [3, 1] if whole else [[3, 3], [1, 1]]
+    values = torch.full((2, 2), -1.5), torch.full((2, 2), -1.0), torch.ones(2, 2)
+    report = observe(TokenBatch.from_padded(*values, sample_slot=kind(slots)), config=config)
+    assert report.warnings == {}
+    assert [(sample.sample_slot, sample.compared_token_count) for sample in report.samples] == [(1, 2), (3, 2)]
+
+
 def test_labels_may_be_none() -> None:
     assert TokenBatch.from_padded([[-1.0]], [[-1.0]], [[1]], labels=None).fault is None
 
@@ -364,6 +413,61 @@ def test_steps_of_a_run_share_no_sample() -> None:
     assert [token.abs_dlogp for token in auditor.run_total().worst_tokens] == [2.0, 1.0]
 
 
+def test_a_total_knows_no_maximum_of_a_bucket_whose_worst_tokens_were_left_out() -> None:
+    """Kills: d = 4 of e1 lost to d = 5 of the same sample, and d = 1 told as the exact maximum of e1."""
+    auditor = Auditor(AuditConfig(worst_per_sample=1, breakdowns={"engine": 2}))
+    labels = {"engine": torch.tensor([0, 1, 1])}
+    auditor.update([-6.0, -5.0, -2.0], [-1.0] * 3, [1] * 3, sample_index=torch.tensor([0, 0, 1]), labels=labels)
+    auditor.step(1)
+    bucket = auditor.run_total().breakdowns["engine"][2]
+    assert math.isnan(bucket.abs_dlogp_max)
+    assert bucket.abs_dlogp_p99 == pytest.approx(4.0, rel=0.06)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_total_of_ranks_that_keep_one_worst_token_names_one(resumed: bool) -> None:
+    """The second worst of all may be another of the same rank."""
+    config = AuditConfig(worst_k=4, breakdowns={"engine": 1})
+    total = RunTotal(config)
+    size = ONE_WORST_ABOVE + 1
+    for drifts in ([5.0, 4.0], [1.0]):
+        collector = Collector(config)
+        collector.update([-1.0 - drift for drift in drifts], [-1.0] * len(drifts), [1] * len(drifts))
+        vector = sum(Collector(config).pack(rank, size) for rank in range(1, size)) + collector.pack(0, size)
+        total.add(vector, size)
+    if resumed:
+        saved, total = total.state_dict(), RunTotal(config)
+        total.load_state_dict(saved)
+    report = total.report()
+    assert [token.abs_dlogp for token in report.worst_tokens] == [5.0]
+    assert report.metrics["compared_token_count"] == 3 and report.metrics["abs_dlogp_max"] == 5.0
+
+
+def test_a_run_is_resumed_where_its_steps_are_reduced() -> None:
+    """The meta device stands for CUDA: the collector is on the CPU, the reduction on another device."""
+    collector = Collector()
+    collector.update(**ONE)
+    first = RunTotal(AuditConfig())
+    first.add(collector.pack(), 1)
+    again = RunTotal(AuditConfig())
+    again.load_state_dict(first.state_dict())
+    again.add(collector.pack().to("meta"), 1)
+    assert again._state.additive.device.type == "meta" and again.steps == 2
+
+
+def test_a_log_that_fails_ends_no_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The figures are made where they are first read: on the writing rank alone."""
+
+    def fail(*_: Any) -> None:
+        raise OverflowError("math range error")
+
+    monkeypatch.setattr("rlk_audit.warning_log.WarningLog.tell", fail)
+    auditor = Auditor()
+    auditor.update(**ONE)
+    assert auditor.step(1).metrics["compared_token_count"] == 1
+    assert caplog.messages == ["step 1 has no figures: math range error"]
+
+
 def test_an_auditor_that_nobody_closes_is_closed_at_exit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     registered: list[Any] = []
     monkeypatch.setattr("atexit.register", registered.append)
@@ -453,6 +557,13 @@ def test_versions_may_be_a_list() -> None:
 def test_settings_in_code_are_checked_like_the_others(name: str, value: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         resolve_settings(None, AuditConfig(), {}, **{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("sentinel_floor", -1000), ("positive_tolerance", 0)])
+def test_an_integer_is_the_same_setting_as_its_float(name: str, value: int) -> None:
+    first, second = (AuditConfig(**{name: kind(value)}) for kind in (int, float))
+    assert first.agreed_values() == second.agreed_values() and first.state_values() == second.state_values()
+    Collector(first).merge(Collector(second))
 
 
 def test_settings_in_code_are_read_like_the_others() -> None:

@@ -16,7 +16,7 @@ from core_bits import assert_same_bits
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
 from rlk_audit import AuditConfig, Collector, StepReport, TokenBatch
-from rlk_audit.integrations.torchmetrics import DlogpAudit
+from rlk_audit.integrations.torchmetrics import DlogpAudit, merge_vectors
 
 CONFIG = AuditConfig(breakdowns={"engine": ("e0", "e1"), "position": "auto"}, samples_per_step=64, worst_k=8)
 
@@ -109,6 +109,18 @@ def test_copies_go_on(again) -> None:
         other.update(batch)
     assert_of(other, given)
     assert_of(metric, given[:2])
+
+
+def test_more_ranks_than_a_row_has_worst_tokens_for_are_merged() -> None:
+    """Above 1,024 ranks a layout has shorter rows: so many states are merged in parts, to the same bits."""
+    given = batches(6)
+    vectors = []
+    for batch in given:
+        metric = DlogpAudit(CONFIG)
+        metric.update(batch)
+        vectors.append(metric.vector)
+    many = torch.stack(vectors + [DlogpAudit(CONFIG).vector] * 1025)
+    assert_same_bits(StepReport.from_vector(merge_vectors(many, CONFIG), CONFIG), core_report(given))
 
 
 def test_a_checkpoint_is_taken_up() -> None:

@@ -32,9 +32,14 @@ try:
 except ImportError as error:
     raise ImportError(f"DlogpAudit cannot be used ({error}): pip install 'rlk_audit[torchmetrics]'") from error
 
+_MERGED_AT_ONCE = 64
+
 
 def merge_vectors(vectors: Tensor, config: AuditConfig) -> Tensor:
     """Return the state of all vectors (int64 [n, length], each packed for a group of one) as one such vector."""
+    if len(vectors) > _MERGED_AT_ONCE:  # a layout of many ranks is another, and may be larger than is allowed
+        parts = [merge_vectors(part, config) for part in torch.split(vectors, _MERGED_AT_ONCE)]
+        return merge_vectors(torch.stack(parts), config)
     layout = StateLayout(config)
     additive, rows = vectors[:, : layout.additive_length], vectors[:, layout.additive_length :]
     whole = torch.cat([additive.sum(0), rows.reshape(-1)])
