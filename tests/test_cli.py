@@ -11,11 +11,13 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from offline_views import heed_interrupts, record, steady, write
 from test_offline_logs import dump, log, report
 from typer.testing import CliRunner
@@ -24,6 +26,9 @@ from rlk_audit import Auditor
 from rlk_audit.cli import tables
 from rlk_audit.cli.app import app
 from rlk_audit.cli.live import spark
+from rlk_audit.offline.run_log import read_run_logs
+from rlk_audit.report import WorstToken
+from rlk_audit.run_view import Excerpt
 from rlk_audit.sinks.jsonl import JsonlSink
 
 ROOT = Path(__file__).parents[1]
@@ -407,6 +412,98 @@ def test_a_folder_of_logs_is_told_as_such(tmp_path: Path) -> None:
     path = log(tmp_path / "run" / "audit.jsonl", report(1))
     for command in (["report"], ["diagnose"], ["check", "--limit", "ess0>=0.9"]):
         refused(rlk(*command, tmp_path), "no dump of a known format", f"{path} is the log of a run: give it by itself")
+
+
+def run_log_of(path: Path, *parts: Sequence[float], closed: bool = False) -> Path:
+    """A log of some runs, each of steps with these drifts and a total behind them; the last may have been killed."""
+    number = 0
+    for part in parts:
+        auditor = Auditor(sinks=[JsonlSink(path)])
+        for drift in part:
+            auditor.update(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0 - drift, -2.0]), torch.ones(2))
+            auditor.step(number)
+            number += 1
+        auditor.close()
+    if not closed:
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    return path
+
+
+def accepted(tmp_path: Path) -> Path:
+    rlk("report", dump(tmp_path / "good.jsonl"), "--json", tmp_path / "good.json")
+    return tmp_path / "good.json"
+
+
+@pytest.mark.parametrize("parts", [([0.01] * 3, [2.0] * 3), ([2.0, 2.0, 0.01],)])
+def test_no_part_of_a_run_stands_for_it(parts: Sequence[Sequence[float]], tmp_path: Path) -> None:
+    """A total written before later steps, and the last step where there is no total."""
+    path = run_log_of(tmp_path / "audit.jsonl", *parts)
+    assert read_run_logs([path]).total is None
+    assert "all steps" not in rlk("report", path).stdout
+    refused(rlk("check", path, "--baseline", accepted(tmp_path)), "a baseline needs the run's total")
+    compared = rlk("compare", path, path).stdout
+    assert f"A has no total: the figures are those of its last step, step {sum(map(len, parts)) - 1}" in compared
+
+
+def test_a_total_of_a_part_of_the_steps_is_none_of_the_run(tmp_path: Path) -> None:
+    """As of a job that began anew without its state: the last total counts from there."""
+    path = run_log_of(tmp_path / "audit.jsonl", [0.01] * 3, [2.0] * 3, closed=True)
+    assert json.loads(path.read_text().splitlines()[-1])["kind"] == "run"
+    assert read_run_logs([path]).total is None
+    assert read_run_logs([run_log_of(tmp_path / "b.jsonl", [0.01] * 3, closed=True)]).total is not None
+
+
+def test_a_baseline_is_of_a_whole_run(tmp_path: Path) -> None:
+    rlk("report", run_log_of(tmp_path / "audit.jsonl", [2.0, 0.01]), "--json", tmp_path / "a.json")
+    refused(rlk("check", dump(tmp_path / "d.jsonl"), "--baseline", tmp_path / "a.json"), "is no baseline")
+
+
+@pytest.mark.parametrize("broken", [{"mask": [0] * 5}, {"train_log_probs": [math.nan] * 5}])
+def test_a_gate_on_a_baseline_alone_is_strict_too(broken: dict[str, Any], tmp_path: Path) -> None:
+    rows = [steady(i, 5, step=1 + i // 2) for i in range(6)]
+    path = write(tmp_path / "a.jsonl", rows)
+    rlk("report", path, "--json", tmp_path / "a.json")
+    assert rlk("check", path, "--baseline", tmp_path / "a.json").exit_code == 0
+    odd = write(tmp_path / "b.jsonl", [row | broken if row["step"] == 2 else row for row in rows])
+    result = rlk("check", odd, "--baseline", tmp_path / "a.json", "--ratio", "1000")
+    assert result.exit_code == 1 and "step 2:" in result.stdout
+
+
+def test_an_absolute_limit_hides_no_relative_one_that_was_never_judged(tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl")
+    limits = ("--limit", "abs_dlogp_p99=3x_median_20", "--limit", "abs_dlogp_p99=5")
+    for given in (limits, limits[2:] + limits[:2]):
+        result = rlk("check", path, *given)
+        assert result.exit_code == 2 and "abs_dlogp_p99 cannot be judged, for a median needs" in result.stdout
+
+
+def test_a_step_without_a_number_is_not_called_all_tokens(tmp_path: Path) -> None:
+    rows = [steady(0, 5, step=1), record([-1.0], [-3.5]), record([-1.0], [-3.5])]
+    result = rlk("check", write(tmp_path / "a.jsonl", rows), "--limit", "abs_dlogp_max=1")
+    assert result.exit_code == 1
+    assert "step unknown: abs_dlogp_max is 2.5" in result.stdout and "all tokens" not in result.stdout
+
+
+def test_ids_are_no_quantities(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [record([-1.0], [-3.5], sample_index=1234567, token_ids=[50256])])
+    other = write(tmp_path / "b.jsonl", [record([-1.0], [-3.0], sample_index=1234567, token_ids=[50256])])
+    assert all(text in rlk("report", path).stdout for text in ("1234567", "50256"))
+    assert all(text in rlk("compare", path, other).stdout for text in ("1234567", "50256"))
+    unknown = rlk("report", write(tmp_path / "c.jsonl", [record([-1.0], [-3.5])])).stdout
+    assert unknown.split("worst tokens")[1].splitlines()[4].split()[:4] == ["-", "0", "0", "-"]
+
+
+def test_coverage_is_shown(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [record([-1.0, -1.0], [None, -1.5])])
+    shown = dict(re.findall(r"^ *(share of .*?) {2,}([0-9.]+) *$", rlk("report", path).stdout, re.MULTILINE))
+    assert shown == {"share of active tokens compared": "0.5", "share of tokens active": "1"}
+
+
+def test_masked_tokens_are_not_coloured_as_drift(tmp_path: Path) -> None:
+    worst = WorstToken(2.0, -2.0, -3.0, -1.0, 0, -1, 2, -1, {}, -1, -1)
+    shown = Excerpt(1, worst, (0, 1, 2), ("a", "b", "c"), (-9.0, -9.0, -3.0), (-1.0, -1.0, -1.0), (False, True, True))
+    told = tables._excerpt(shown).renderables[1]
+    assert [str(span.style) for span in told.spans] == ["dim", "red", "bold reverse red"]
 
 
 def test_a_page_needs_a_file_of_its_own(tmp_path: Path) -> None:

@@ -173,6 +173,59 @@ def test_json_accepts_null_and_bare_names_and_whole_numbers(tmp_path: Path) -> N
     assert sample.mask.all() and sample.token_ids is None and sample.step is None
 
 
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_an_id_that_is_null_is_unknown(ending: str, tmp_path: Path) -> None:
+    """Kills: null read as token 0, or position 0."""
+    record = {"train_log_probs": [-1.0] * 3, "rollout_log_probs": [-1.5] * 3}
+    record |= {name: [7, None, 9] for name in ("token_ids", "rollout_token_ids", "token_position")}
+    path = tmp_path / f"a{ending}"
+    if ending == ".jsonl":
+        path.write_text(json.dumps(record) + "\n")
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist([record]), path)
+    (sample,) = read_all([path], Told())
+    for ids in (sample.token_ids, sample.rollout_token_ids, sample.token_position):
+        assert ids is not None and ids.tolist() == [7, -1, 9]
+
+
+def test_what_is_null_is_missing_whatever_is_marked_beside_it(tmp_path: Path) -> None:
+    """Kills: a value that the engine never gave, compared as 0."""
+    path = tmp_path / "a.jsonl"
+    record = {
+        "train_log_probs": [-1.0] * 3,
+        "rollout_log_probs": [None, -1.5, -2.0],
+        "rollout_missing": [False, False, True],
+    }
+    path.write_text(json.dumps(record) + "\n")
+    (sample,) = read_all([path], Told())
+    assert sample.rollout_missing is not None and sample.rollout_missing.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("ending", [".npz", ".safetensors"])
+@pytest.mark.parametrize("shape", [(), (1, 2, 3)])
+def test_arrays_of_no_usable_shape_are_told(ending: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    arrays = {name: torch.full(shape, -1.0) for name in ("train_log_probs", "rollout_log_probs")}
+    path = tmp_path / f"a{ending}"
+    if ending == ".npz":
+        np.savez(path, **{name: array.numpy() for name, array in arrays.items()})
+    else:
+        pytest.importorskip("safetensors.torch").save_file(arrays, path)
+    told = Told()
+    (part,) = files.find([path], "auto", tell=told)
+    with pytest.raises(DumpError, match=r"train_log_probs\S* must .*one or two axes"):
+        list(files.read(part, ReadOptions(), told))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.int8, torch.float64])
+def test_a_padded_mask_may_be_of_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    arrays = {name: torch.full((2, 3), -1.0) for name in ("train_log_probs", "rollout_log_probs")}
+    arrays["mask"] = torch.tensor([[0, 1, 1], [1, 0, 0]]).to(dtype)
+    pytest.importorskip("safetensors.torch").save_file(arrays, tmp_path / "a.safetensors")
+    samples = read_all([tmp_path / "a.safetensors"], Told())
+    assert [sample.mask.tolist() for sample in samples] == [[True, True], [True]]
+
+
 def test_unequal_arrays_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(

@@ -27,6 +27,7 @@ from rlk_audit.offline.audit import Asked, audit_dump
 from rlk_audit.offline.labels import LabelCounts, LabelNames, choose_labels
 from rlk_audit.offline.texts import TokenTexts
 from rlk_audit.offline.tokens import Tokens
+from rlk_audit.page.causes import cause_groups
 from rlk_audit.run_view import RunView
 
 PICKLES = ReadOptions(allow_pickle=True)
@@ -71,6 +72,29 @@ def test_reports_are_the_oracles(seed: int, tmp_path: Path) -> None:
     whole = [oracle_sample(one, slot) for samples in steps.values() for slot, one in enumerate(samples)]
     assert_reports(view.whole, audit(whole, worst_k=10))
     assert view.whole.kind == "run"
+
+
+def test_what_is_compared_is_one_question(tmp_path: Path) -> None:
+    """Of other thresholds than the default ones: figures, density, means, exact quantiles are of the same tokens."""
+    config = AuditConfig(sentinel_floor=-2.0)
+    path = write(tmp_path / "a.jsonl", [record([-1.0, -3.0, -1.0], [-1.25, -1.0, -1.5]), record([-1.0], [-2.5])])
+    for asked in (Asked(), Asked(exact=True)):
+        view = audit_dump([path], config=config, asked=asked)
+        assert view.whole.metrics["compared_token_count"] == view.density.counts.sum() == 2
+        assert view.sample_means.tolist() == [0.375]
+        assert view.whole.metrics["abs_dlogp_p99"] == pytest.approx(0.5, rel=0.01)
+        assert view.excerpts == () or [e.worst.abs_dlogp for e in view.excerpts] == [0.5, 0.25]
+
+
+def test_a_page_shows_each_cause_once(tmp_path: Path) -> None:
+    rows = [steady(i, 40, step=1 + i % 2) for i in range(8)]
+    rows = [row | {"rollout_log_probs": [0.8 * value for value in row["rollout_log_probs"]]} for row in rows]
+    view = view_of(write(tmp_path / "a.jsonl", rows))
+    groups, more = cause_groups(view)
+    assert view.causes and not more
+    assert [(group.source, group.findings) for group in groups] == [
+        ("diagnosed from tokens", causes.findings) for causes in view.causes
+    ]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -43,6 +43,18 @@ def steps(view: Any) -> list[int | None]:
     return [one.step for one in view.steps]
 
 
+# --- samples of two dumps -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [[1, 2], [2, 1, 0], [0, 1, 2], [2, 0]])
+def test_samples_of_one_index_are_found_by_their_tokens(order: list[int], tmp_path: Path) -> None:
+    """As several completions of one prompt, of which a side lacks some or has another order."""
+    rows = [steady(i, 5, step=1) | {"sample_index": 0, "token_ids": [i] * 5} for i in range(3)]
+    a, b = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", [rows[i] for i in order])
+    shared = shared_tokens([a], [b], "auto", ReadOptions())
+    assert (shared.samples, shared.moved, shared.identical) == (len(order), (), len(order) == 3)
+
+
 # --- reading --------------------------------------------------------------------------------------------------------
 
 

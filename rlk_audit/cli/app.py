@@ -25,6 +25,7 @@ from rlk_audit.offline.gate import doubts, first_judged
 from rlk_audit.offline.moved import shared_tokens
 from rlk_audit.offline.run_log import is_run_log, read_run_logs, run_logs_in
 from rlk_audit.offline.texts import TokenTexts
+from rlk_audit.page.text import step_name
 from rlk_audit.page.write import write_page
 from rlk_audit.report import StepReport
 from rlk_audit.run_view import RunView
@@ -137,7 +138,7 @@ def check(
         view = _view(paths, format, Asked(labels=()), allow_pickle, group, config)
         for step in view.steps:
             _refuse_absent(config, step)
-            step.verdict = judge.judge(step) if config.limits else None
+            step.verdict = judge.judge(step)
         unsure = list(doubts(view, judge.limits))
         failed = [*tables.verdict_lines(view.steps), *map(tables.failure_line, baseline.crossed(view, bounds, ratio))]
         if group_place(group)[0] == 0:
@@ -230,7 +231,7 @@ def _outcome(view: RunView, failures: int, unsure: list[str]) -> str:
         return f"FAILED: {failures} in {count}"
     if unsure:
         return f"no limit was crossed in {count}, but this is no pass: {'; '.join(unsure)}"
-    late = [f"{metric} from {tables.step_name(first)} on" for metric, first in first_judged(view).items() if first]
+    late = [f"{metric} from {step_name(first.step)} on" for metric, first in first_judged(view).items() if first]
     return f"passed: {count}" + (f" (by their median: {', '.join(late)})" if late else "")
 
 
@@ -250,7 +251,7 @@ def _limits(texts: list[str], contract: Path | None, dtype: str | None) -> Audit
 def _refuse_absent(config: AuditConfig, report: StepReport) -> None:
     absent = [metric for metric in config.limits if metric not in report.metrics]
     if absent:
-        raise ValueError(f"{tables.step_name(report)} has no {', '.join(absent)}: it was audited without it")
+        raise ValueError(f"{step_name(report.step)} has no {', '.join(absent)}: it was audited without it")
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from rlk_audit.cli.tables import STEPS_SHOWN, line, problem_lines, table
+from rlk_audit.cli.tables import STEPS_SHOWN, identity, line, problem_lines, table
 from rlk_audit.offline import compare
 from rlk_audit.offline.compare import MIN_SAMPLES, Pair
 from rlk_audit.offline.moved import MAX_TOKENS, Shared
+from rlk_audit.page.text import step_name
 from rlk_audit.run_view import RunView
 
 
@@ -24,6 +25,8 @@ def comparison_tables(a: RunView, b: RunView, shared: Shared | None) -> Iterator
     for name, view in (("A", a), ("B", b)):
         yield line(f"{name}: {view.title}", "bold")
         yield from problem_lines(view)
+        if view.total is None and len(view.steps) > 1:
+            yield line(f"{name} has no total: the figures are those of its last step, {step_name(view.whole.step)}")
     if shared is not None and shared.identical:
         yield Text("identical: both hold the same samples with equal log-probabilities", style="bold green")
         return
@@ -71,7 +74,11 @@ def _shared(shared: Shared) -> Iterator[RenderableType]:
     yield Text(told if shared.complete else f"{told}; only the first {MAX_TOKENS:,} tokens of A were looked for")
     if shared.moved:
         rows = [
-            (str(token.step), token.sample_index, token.token_position, token.token_id, token.dlogp_a, token.dlogp_b)
+            (
+                *map(identity, (token.step, token.sample_index, token.token_position, token.token_id)),
+                token.dlogp_a,
+                token.dlogp_b,
+            )
             for token in shared.moved
         ]
         yield table("tokens that moved most", ("step", "sample", "position", "token", "dlogp A", "dlogp B"), rows)

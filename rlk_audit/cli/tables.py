@@ -12,12 +12,15 @@ from rich.text import Text
 
 from rlk_audit.breakdowns import UNKNOWN, Bucket
 from rlk_audit.finding import NOTHING_TO_CHECK
+from rlk_audit.page.text import step_name
 from rlk_audit.page.totals import worst_tokens
 from rlk_audit.report import StepReport, WorstToken
 from rlk_audit.run_view import Causes, Excerpt, RunView
 
 HEADLINES = {
     "compared_token_count": "tokens compared",
+    "compared_coverage": "share of active tokens compared",
+    "mask_coverage": "share of tokens active",
     "abs_dlogp_mean": "abs(dlogp) mean",
     "abs_dlogp_p50": "p50",
     "abs_dlogp_p90": "p90",
@@ -46,6 +49,11 @@ def number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4g}"
 
 
+def identity(value: int) -> str:
+    """Return an id as text, since its digits are no quantity; unknown ones are -1."""
+    return "-" if value < 0 else str(value)
+
+
 def figure(report: StepReport, key: str) -> float:
     """Return a metric of a report, NaN where its log has none of that name."""
     return report.metrics.get(key, math.nan)
@@ -65,7 +73,7 @@ def view_tables(view: RunView) -> Iterator[RenderableType]:
     ranks = [rank for rank in whole.ranks if rank.rank >= 0]
     if ranks:
         rows = [
-            (rank.rank, rank.host or "-", rank.compared_token_count, rank.abs_dlogp_mean, rank.abs_dlogp_max)
+            (identity(rank.rank), rank.host or "-", rank.compared_token_count, rank.abs_dlogp_mean, rank.abs_dlogp_max)
             for rank in ranks
         ]
         yield table("ranks of largest drift", ("rank", "host", "tokens", "mean", "max"), rows)
@@ -82,12 +90,7 @@ def problem_lines(view: RunView) -> Iterator[Text]:
 def verdict_lines(reports: Iterable[StepReport]) -> Iterator[Text]:
     """Yield a line for each thing that failed in a step."""
     for report in reports:
-        yield from (failure_line(f"{step_name(report)}: {told}") for told in report.failures)
-
-
-def step_name(report: StepReport) -> str:
-    """Return a report's step in words."""
-    return "all tokens" if report.step is None else f"step {report.step}"
+        yield from (failure_line(f"{step_name(report.step)}: {told}") for told in report.failures)
 
 
 def finding_lines(causes: Causes) -> Iterator[Text]:
@@ -112,7 +115,8 @@ def _range(first: int | None, last: int | None) -> str:
 
 def _headline(view: RunView, whole: StepReport) -> Table:
     metrics = whole.metrics
-    title = "all steps" if view.total is not None and len(view.steps) > 1 else step_name(whole)
+    several = view.total is not None and len(view.steps) > 1
+    title = "all steps" if several else "all tokens" if whole.step is None else step_name(whole.step)
     headline = table(
         title, ("figure", "value"), [(told, metrics[key]) for key, told in HEADLINES.items() if key in metrics]
     )
@@ -141,7 +145,7 @@ def _steps(steps: Sequence[StepReport]) -> Table:
     stretches = [steps[start : start + every] for start in range(0, len(steps), every)]
     shown = [max(stretch, key=lambda report: _known(figure(report, "abs_dlogp_max"))) for stretch in stretches]
     title = "steps" if every == 1 else f"steps: the one of largest max in every {every}"
-    rows = [(step_name(report), *(figure(report, key) for key in STEP_COLUMNS)) for report in shown]
+    rows = [(step_name(report.step), *(figure(report, key) for key in STEP_COLUMNS)) for report in shown]
     return table(title, ("", "tokens", "mean", "p50", "p99", "max"), rows)
 
 
@@ -165,9 +169,7 @@ def _worst(worst: Sequence[tuple[int | None, WorstToken]]) -> Table:
     rows = [
         (
             "-" if step is None else str(step),
-            token.sample_index,
-            token.token_position,
-            token.token_id,
+            *map(identity, (token.sample_index, token.token_position, token.token_id)),
             token.dlogp,
             token.train_logp,
             token.rollout_logp,
@@ -180,20 +182,19 @@ def _worst(worst: Sequence[tuple[int | None, WorstToken]]) -> Table:
 
 def _excerpt(shown: Excerpt) -> RenderableType:
     """Return a worst token in its text, each token coloured by its abs(dlogp)."""
-    line = Text()
-    for position, text, train, rollout in zip(
-        shown.positions, shown.texts, shown.train_logp, shown.rollout_logp, strict=True
-    ):
+    tokens = Text()
+    columns = (shown.positions, shown.texts, shown.train_logp, shown.rollout_logp, shown.active)
+    for position, text, train, rollout, active in zip(*columns, strict=True):
         drift = abs(train - rollout)
-        style = "" if not drift >= 0.1 else "yellow" if drift < 0.7 else "red"
+        style = "dim" if not active else "" if not drift >= 0.1 else "yellow" if drift < 0.7 else "red"
         if position == shown.worst.token_position:
             style = "bold reverse red"
-        line.append(plain_text(text), style)
-        line.append(" ")
+        tokens.append(plain_text(text), style)
+        tokens.append(" ")
     where = "" if shown.step is None else f"step {shown.step}, "
     worst = shown.worst
-    told = f"{where}sample {worst.sample_index}, position {worst.token_position}, dlogp {worst.dlogp:+.3g}:"
-    return Group(Text(told, style="bold"), line)
+    told = f"{where}sample {identity(worst.sample_index)}, position {identity(worst.token_position)}"
+    return Group(Text(f"{told}, dlogp {worst.dlogp:+.3g}:", style="bold"), tokens)
 
 
 def plain_text(text: str) -> str:

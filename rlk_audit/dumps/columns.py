@@ -69,13 +69,12 @@ def integers(values: Any, name: str) -> Ints:
         SampleError: ``values`` is no flat array or list of whole numbers and None.
     """
     array, missing = _array(values, name)
-    if array.dtype.kind == "f" and missing is not None:
-        array = np.where(missing, UNKNOWN, array)
     if array.dtype.kind == "f" and np.all(array == np.rint(array)) and np.all(np.abs(array) < 2**53):
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu" or (array.dtype == np.uint64 and np.any(array > _INT64.max)):
         raise SampleError(f"{name} must be whole numbers of 64 bits")
-    return array.astype(np.int64)
+    whole = array.astype(np.int64)
+    return whole if missing is None else np.where(missing, UNKNOWN, whole)
 
 
 def optional_integers(values: Any, name: str) -> Ints | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlk_audit.dumps import columns, jsonl
 from rlk_audit.dumps.faults import Faults, SampleError
-from rlk_audit.dumps.naming import number_in, single_file_parts
+from rlk_audit.dumps.naming import single_file_parts
 from rlk_audit.dumps.sample import DumpError, DumpFormat, DumpPart, DumpSample, Label, ReadOptions, Tell
 from rlk_audit.dumps.whole_sequence import response_of
 
@@ -33,9 +33,8 @@ class _NemoRL:
 
     def read(self, part: DumpPart, options: ReadOptions, tell: Tell) -> Iterator[DumpSample]:
         path = part.paths[0]
-        step = number_in(path.name, _STEP) if part.step is None else part.step
         with Faults(path, tell) as faults:
-            yield from faults.samples(jsonl.records(path, faults), lambda record: _sample(record, step))
+            yield from faults.samples(jsonl.records(path, faults), lambda record: _sample(record, part.step))
 
 
 FORMAT: DumpFormat = _NemoRL()

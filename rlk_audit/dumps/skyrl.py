@@ -77,7 +77,7 @@ def _sample(batch: Mapping[str, Tensor], row: int, step: int | None) -> DumpSamp
         step=step,
         sample_index=row,
         prompt_length=None if whole is None else int(whole.sum() - response.sum()),
-        token_ids=None if tokens is None else tokens[len(tokens) - len(response) :][response],
+        token_ids=None if tokens is None else tokens[response],
     )
 
 

@@ -30,8 +30,11 @@ class _Slime:
         return _is_per_rank(path) and not torch_file.has_keys(path, "cp_size")
 
     def parts(self, paths: Sequence[Path], tell: Tell) -> list[DumpPart]:
-        per_rank = [path for path in paths if _is_per_rank(path)]
-        whole = [DumpPart(self.name, (path,), number_in(path.name, _STEP)) for path in paths if path not in per_rank]
+        per_rank: list[Path] = []
+        alone: list[Path] = []
+        for path in paths:
+            (per_rank if _is_per_rank(path) else alone).append(path)
+        whole = [DumpPart(self.name, (path,), number_in(path.name, _STEP)) for path in alone]
         return in_order(whole, tell) + rank_parts(self.name, per_rank, False, tell)
 
     def read(self, part: DumpPart, options: ReadOptions, tell: Tell) -> Iterator[DumpSample]:

@@ -80,9 +80,10 @@ def _rollout(record: Mapping[str, Any]) -> tuple[Floats | None, Bools | None]:
     rollout, missing = columns.log_probs(record["rollout_log_probs"], "rollout_log_probs")
     told = record.get("rollout_missing")
     if told is not None:
-        missing = columns.mask(told, "rollout_missing")
-        if len(missing) != len(rollout):
+        marked = columns.mask(told, "rollout_missing")
+        if len(marked) != len(rollout):
             raise SampleError("its rollout_missing must be as long as its rollout_log_probs")
+        missing = marked if missing is None else missing | marked
     if missing is not None:
         # A place that holds NaN or an infinity is written as null beside its name, and is not missing.
         missing = missing.copy()

@@ -133,6 +133,8 @@ def _cut(arrays: Arrays, label_names: Mapping[str, Any]) -> Records:
     train = arrays.get("train_log_probs")
     if train is None:
         raise DumpError("the file has no train_log_probs")
+    if train.ndim not in (1, 2):
+        raise DumpError("train_log_probs must have one or two axes")
     padded = train.ndim == 2
     spans = _padded_spans(arrays, train.shape[0], train.shape[1]) if padded else _flat_spans(arrays, train.shape[0])
     for name, array in arrays.items():
@@ -176,8 +178,6 @@ def _name_of(code: Any, names: list[Any]) -> Any:
 
 def _flat_spans(arrays: Arrays, tokens: int) -> list[slice]:
     """Return the tokens of each sample in flat arrays."""
-    if arrays["train_log_probs"].ndim != 1:
-        raise DumpError("train_log_probs must have one or two axes")
     lengths = _lengths(arrays)
     if lengths is None:
         raise DumpError("flat arrays need lengths, one a sample, or cu_seqlens, their bounds from 0 on")
@@ -199,7 +199,10 @@ def _padded_spans(arrays: Arrays, samples: int, width: int) -> list[slice]:
         raise DumpError("padded arrays need a mask of their shape, or lengths")
     spans = []
     for row in mask:
-        active = np.flatnonzero(np.asarray(row) != 0)
+        try:
+            active = np.flatnonzero(columns.mask(row, "mask"))
+        except SampleError as error:
+            raise DumpError(str(error)) from error
         spans.append(slice(int(active[0]), int(active[-1]) + 1) if len(active) else slice(0, 0))
     return spans
 

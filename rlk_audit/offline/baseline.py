@@ -26,7 +26,7 @@ def read(path: Path) -> dict[str, float]:
     expected = "expected what `rlk-audit report --json FILE` writes"
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
-        whole = values["total"] or values["steps"][-1]
+        (whole,) = [values["total"]] if values["total"] else values["steps"]
         metrics = {name: whole["metrics"][name] for name in METRICS if whole["metrics"].get(name) is not None}
         found = {name: float(value) for name, value in metrics.items()}
         if not all(map(math.isfinite, found.values())):
@@ -51,7 +51,13 @@ def check_ratio(ratio: float) -> None:
 
 
 def crossed(view: RunView, bounds: Mapping[str, float], ratio: float) -> Iterator[str]:
-    """Yield a sentence on each figure of a run that is more than ``ratio`` times the baseline's."""
+    """Yield a sentence on each figure of a run that is more than ``ratio`` times the baseline's.
+
+    Raises:
+        ValueError: the run has several steps and no total.
+    """
+    if bounds and view.total is None and len(view.steps) > 1:
+        raise ValueError("a baseline needs the run's total, which a log has once its auditor was closed")
     for name, accepted in bounds.items():
         value = view.whole.metrics.get(name, math.nan)
         if math.isnan(value):

@@ -136,7 +136,7 @@ def steps(a: RunView, b: RunView, metric: str) -> Iterator[tuple[int | None, Pai
 
 
 def codes(view: RunView) -> list[str]:
-    """Return the codes of what was found in a run, those of most steps first."""
+    """Return the codes of what was found in a run, those of most ranges of steps first."""
     counted: dict[str, int] = {}
     for causes in view.causes:
         for finding in causes.findings:

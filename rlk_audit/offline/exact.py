@@ -128,7 +128,7 @@ def collect(
     wanted = [Wanted.of(report, config) for report in reports]
     of_step = {report.step: want for report, want in zip(reports[:-1], wanted, strict=False)}
     for step, numbered in groupby(samples, key=lambda found: found[0]):
-        for tokens in _batches((slot, sample) for _, slot, sample in numbered):
+        for tokens in _batches(((slot, sample) for _, slot, sample in numbered), config):
             magnitude = np.abs(tokens.dlogp[tokens.compared])
             bins = _bins(magnitude, config.grouping_power)
             of_step[step].add(magnitude, bins)
@@ -136,17 +136,17 @@ def collect(
     return wanted
 
 
-def _batches(numbered: Iterable[tuple[int, DumpSample]]) -> Iterable[Tokens]:
+def _batches(numbered: Iterable[tuple[int, DumpSample]], config: AuditConfig) -> Iterable[Tokens]:
     waiting: list[tuple[int, DumpSample]] = []
     held = 0
     for slot, sample in numbered:
         waiting.append((slot, sample))
         held += len(sample)
         if held >= BATCH_TOKENS:
-            yield Tokens.join(waiting)
+            yield Tokens.join(waiting, config=config)
             waiting, held = [], 0
     if waiting:
-        yield Tokens.join(waiting)
+        yield Tokens.join(waiting, config=config)
 
 
 def _bins(magnitude: Floats, grouping_power: int) -> Ints:

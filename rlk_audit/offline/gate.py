@@ -34,14 +34,15 @@ def doubts(view: RunView, limits: Sequence[Limit]) -> Iterator[str]:
 
 def first_judged(view: RunView) -> dict[str, StepReport | None]:
     """Return metrics with a limit that some step had too little before it for -> the first step that was judged."""
-    first: dict[str, StepReport | None] = {}
+    first: dict[tuple[int, str], StepReport | None] = {}
     for step in view.steps:
-        for result in () if step.verdict is None else step.verdict.limits:
+        for place, result in enumerate(() if step.verdict is None else step.verdict.limits):
+            limit = place, result.metric  # a metric may have an absolute one too, which is always judged
             if result.outcome == PENDING:
-                first.setdefault(result.metric, None)
-            elif result.metric in first and first[result.metric] is None:
-                first[result.metric] = step
-    return first
+                first.setdefault(limit, None)
+            elif limit in first and first[limit] is None:
+                first[limit] = step
+    return {metric: step for (_, metric), step in first.items()}
 
 
 def _uncovered(steps: Sequence[StepReport]) -> Iterator[str]:

@@ -81,10 +81,11 @@ def shared_tokens(a: Sequence[Path], b: Sequence[Path], format: str, options: Re
     moved: list[MovedToken] = []
     for step, sample in _samples(b, format, options):
         count_b += 1
-        others = held.get(_key(step, sample))
-        if not others or not _same_tokens(others[0], sample):
+        others = held.get(_key(step, sample), [])
+        other = next((one for one in others if _same_tokens(one, sample)), None)
+        if other is None:
             continue
-        other = others.pop(0)
+        others.remove(other)
         matched += 1
         if _equal(other, sample):
             equal += 1

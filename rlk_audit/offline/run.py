@@ -141,7 +141,7 @@ class Run:
                 self._measure(waiting)
 
     def _measure(self, step: Step) -> None:
-        tokens = Tokens.join(self._waiting.pop(step), self._plan.labels)
+        tokens = Tokens.join(self._waiting.pop(step), self._plan.labels, self._plan.config)
         self._done += self._waiting_tokens.pop(step)
         self._states.collector(step).update(tokens.batch())
         self.looks.add(step, tokens)

@@ -40,7 +40,8 @@ def run_logs_in(paths: Sequence[Path]) -> list[Path]:
 def read_run_logs(paths: Sequence[Path]) -> RunView:
     """Read logs of one run, with the parts that were moved aside as they grew.
 
-    Of a step that is there twice, as after a restart, the later report stands; reports of unknown steps all do.
+    Of a step that is there twice, as after a restart, the later report stands; reports of unknown steps all do. A total
+    behind which steps follow, or of fewer tokens than its steps have, is none of this run.
 
     Raises:
         DumpError: no line is a report.
@@ -61,10 +62,15 @@ def read_run_logs(paths: Sequence[Path]) -> RunView:
         *(report for report in steps if report.step is None),
         *(last[step] for step in sort_steps(last) if step is not None),
     )
-    total = next((report for report in reversed(found) if report.kind == "run"), None)
+    total = found[-1] if found[-1].kind == "run" and _holds(found[-1], ordered) else None
     # A run diagnoses steps that failed, and few others; what a report alone can say is said of each.
     causes = join_causes(Causes(report.step, report.step, report.findings or diagnose(report)) for report in ordered)
     return RunView(", ".join(map(str, paths)), ordered, total, causes, problems=tuple(problems))
+
+
+def _holds(total: StepReport, steps: Sequence[StepReport]) -> bool:
+    """Return whether a total may be of all these steps: a run that began anew without its state counts from there."""
+    return total.metrics["active_token_count"] >= sum(step.metrics["active_token_count"] for step in steps)
 
 
 def _reports_in(path: Path, problems: list[str]) -> Iterator[StepReport]:

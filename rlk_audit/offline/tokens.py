@@ -46,6 +46,7 @@ class Tokens:
         labels: name -> codes, -1 where unknown.
         refused: samples of unequal arrays.
         refused_slots: their numbers in the step.
+        config: of the audit; it says which tokens are compared.
     """
 
     samples: tuple[DumpSample, ...]
@@ -61,10 +62,16 @@ class Tokens:
     labels: dict[str, Ints]
     refused: tuple[DumpSample, ...]
     refused_slots: Ints
+    config: AuditConfig
 
     @classmethod
-    def join(cls, numbered: Iterable[tuple[int, DumpSample]], labels: Sequence[LabelNames] = ()) -> Tokens:
-        """Join samples, each with its number in the step."""
+    def join(
+        cls,
+        numbered: Iterable[tuple[int, DumpSample]],
+        labels: Sequence[LabelNames] = (),
+        config: AuditConfig | None = None,
+    ) -> Tokens:
+        """Join samples, each with its number in the step; the configuration is the default one if None."""
         whole: list[tuple[int, DumpSample]] = []
         refused: list[tuple[int, DumpSample]] = []
         for slot, sample in numbered:
@@ -90,6 +97,7 @@ class Tokens:
             },
             tuple(sample for _, sample in refused),
             np.array([slot for slot, _ in refused], dtype=np.int64),
+            config or AuditConfig(),
         )
 
     def __len__(self) -> int:
@@ -108,11 +116,11 @@ class Tokens:
 
     @cached_property
     def compared(self) -> Bools:
-        """Which tokens an audit of default settings compares."""
+        """Which tokens the audit compares."""
         train, rollout, active, missing = map(torch.from_numpy, (self.train, self.rollout, self.active, self.missing))
         mismatch = None if self.mismatch is None else torch.from_numpy(self.mismatch)
         flat = FlatTokens(train, rollout, active, missing, mismatch)
-        classes = classify(flat, flat.train.double(), flat.rollout.double(), AuditConfig())
+        classes = classify(flat, flat.train.double(), flat.rollout.double(), self.config)
         return np.asarray((classes == COUNTER_INDEX["compared"]).numpy())
 
     @cached_property

@@ -30,7 +30,7 @@ def cause_groups(view: RunView) -> tuple[list[CauseGroup], str]:
     """Return the causes in the order of steps, faults first where there are too many, and what was left out."""
     source = "said by the steps' reports" if view.density is None else "diagnosed from tokens"
     groups = [_group(causes, source) for causes in view.causes]
-    if view.density is not None or not view.causes:  # a log's causes are of its reports already
+    if not view.causes:
         reports = [Causes(report.step, report.step, report.findings) for report in view.steps]
         groups += [_group(causes, "said by the steps' reports") for causes in join_causes(reports)]
     if view.total is not None and view.total.findings:

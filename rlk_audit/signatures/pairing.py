@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlk_audit.signatures.signal import MIN_TOKENS, Signal, Value, at, clipped, drift, share, where
+from rlk_audit.signatures.tokens import FILLED_OTHER
 from rlk_audit.token_table import Bools, Floats, Ints, TokenTable
 
 LAGS = (1, -1, 2, -2, 3, -3, 4, -4)
@@ -91,7 +92,7 @@ def _search(table: TokenTable, search: Search) -> Signal | None:
 
 def _denied_zeros(table: TokenTable) -> Bools:
     train, rollout = table.train, table.rollout
-    return np.asarray(((rollout == 0) & (train < -1)) | ((train == 0) & (rollout < -1)))
+    return np.asarray(((rollout == 0) & (train < FILLED_OTHER)) | ((train == 0) & (rollout < FILLED_OTHER)))
 
 
 def _views(table: TokenTable, good: Bools) -> tuple[TokenTable, TokenTable]:

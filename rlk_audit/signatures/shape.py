@@ -89,7 +89,7 @@ MIN_TAIL = 2
 TAIL_NATS = 0.12
 """Part of the drift that lies in the tail."""
 BIAS_F = 8.0
-"""F statistic of the means of d over bins of confidence: chance gives 1, and 8 in none of a billion runs."""
+"""F statistic, less 1, of the means of d over bins of confidence: chance gives 0, and 8 in none of a billion runs."""
 BIAS_FLOOR = 0.005
 """Nats of a logit, mean: what is systematic but below the quietest bfloat16 engine is not worth a finding."""
 BIAS_BINS = 10
@@ -408,7 +408,7 @@ def _lean_of_noise(table: TokenTable) -> float:
 
 
 def _lean(table: TokenTable) -> float:
-    """Return the F statistic of mean logit_noise over bins of confidence: 1 for noise, large for moved weights."""
+    """Return the F statistic, less 1, of mean logit_noise over bins of confidence: 0 for noise, large for others."""
     m = middle(table)
     uncertain = table.compared & (m < math.log(CERTAIN))
     n = int(uncertain.sum())
