@@ -28,7 +28,7 @@ def to_float_and_missing(values: Values) -> tuple[Tensor, Tensor | None]:
             raise ValueError("log-probabilities must be in equal rows, got tensors of different shapes")
         return torch.stack(list(values)), None
     try:
-        array = np.asarray(values, dtype=object if isinstance(values, np.ndarray) else None)
+        array = np.asarray(values)
         if array.dtype != object:  # a list of whole numbers is meant as log-probabilities all the same
             return torch.as_tensor(array.astype(np.float64) if array.dtype.kind in "iu" else array), None
         missing = array == np.array(None)

@@ -300,6 +300,67 @@ def test_slots_may_be_one_a_sample_or_one_a_token(kind: Any, whole: bool) -> Non
     assert [(sample.sample_slot, sample.compared_token_count) for sample in report.samples] == [(1, 2), (3, 2)]
 
 
+@pytest.mark.parametrize("name", ["mask", "rollout_log_probs"])
+def test_several_rows_are_no_pack_of_one(name: str) -> None:
+    """Kills: the first of two rows taken for the pack's."""
+    given = {"train_log_probs": torch.full((1, 3), -1.5), "rollout_log_probs": torch.full((1, 3), -1.0)}
+    given |= {"mask": torch.ones(1, 3)}
+    assert observe(TokenBatch.from_packed(**given, cu_seqlens=[0, 3])).warnings == {}
+    given[name] = given[name].expand(2, 3)
+    report = observe(TokenBatch.from_packed(**given, cu_seqlens=[0, 3]))
+    assert report.metrics["compared_token_count"] == 0
+    assert {"length_mismatch", "update_failed"} & set(report.warnings)
+
+
+def test_a_pack_of_one_row_may_lack_the_rollout_side() -> None:
+    batch = TokenBatch.from_packed(torch.full((1, 3), -1.5), None, torch.ones(1, 3), cu_seqlens=[0, 3])
+    assert observe(batch).classes["rollout_missing"] == 3
+
+
+def test_a_pack_beside_ragged_rows_is_refused_whole(caplog: pytest.LogCaptureFixture) -> None:
+    batch = TokenBatch.from_packed(
+        torch.full((3,), -1.5), [[-1.0], [-1.0, -1.0]], torch.ones(3), cu_seqlens=[0, 3], sample_index=torch.tensor([7])
+    )
+    report = observe(batch)
+    assert report.warnings == {"length_mismatch": 1, "nothing_compared": 1} and report.classes["rejected"] == 3
+    assert "a pack of 1 samples (sample_index 7) is refused" in caplog.text
+
+
+def test_one_worst_token_a_sample_over_micro_batches() -> None:
+    """Kills: two tokens of a sample kept of two micro-batches, in the place of another sample's."""
+    config = AuditConfig(worst_k=2, worst_per_sample=1)
+    collector = Collector(config)
+    for sample, drift in ((0, 5.0), (0, 4.0), (1, 1.0)):
+        collector.update([-1.0 - drift], [-1.0], [1], sample_index=sample)
+    found = collector.compute().worst_tokens
+    assert [(token.sample_index, token.abs_dlogp) for token in found] == [(0, 5.0), (1, 1.0)]
+
+
+def test_a_slot_that_is_no_integer_is_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    collector = Collector(AuditConfig(samples_per_step=4))
+    collector.update(**ONE, sample_slot=torch.tensor([0.5]))
+    assert "sample_slot must be integers" in caplog.text
+
+
+def test_what_is_needed_is_told() -> None:
+    with pytest.raises(TypeError, match=r"train_log_probs and mask are needed; only rollout_log_probs may be None$"):
+        Collector().update(None, [-1.0], [1])
+
+
+@pytest.mark.parametrize(("step", "of_step"), [(None, ""), (4, " of step 4")])
+def test_a_failed_reduction_says_of_which_step(step: int | None, of_step: str) -> None:
+    def fail() -> None:
+        raise RuntimeError("closed by peer")
+
+    pending = Pending(Collector().pack(), SimpleNamespace(wait=fail), AuditConfig(), 1, step=step)
+    with pytest.raises(RuntimeError) as raised:
+        pending.wait()
+    assert str(raised.value) == (
+        f"the audit's reduction{of_step} failed; has a rank of its group ended, or does one stand still? "
+        "(closed by peer)"
+    )
+
+
 def test_labels_may_be_none() -> None:
     assert TokenBatch.from_padded([[-1.0]], [[-1.0]], [[1]], labels=None).fault is None
 

@@ -17,13 +17,13 @@ import hashlib
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,10 +95,13 @@ def change(name: str) -> str:
 
 
 def _body(text: str, function: str) -> list[str]:
-    found = re.search(rf"^( *)def {re.escape(function)}\(.*?(?=^\1(?:def|@|[^\s)])|\Z)", text, re.MULTILINE | re.DOTALL)
-    if found is None:
+    lines = iter(text.splitlines())
+    begin = next((line for line in lines if line.lstrip().startswith(f"def {function}(")), None)
+    if begin is None:
         raise LookupError(f"{function} is not in its module: remove mutants/ and run again")
-    return found.group().replace(function, "").splitlines()
+    indent = len(begin) - len(begin.lstrip())
+    body = takewhile(lambda line: not line.strip() or line[: indent + 1].isspace() or line.lstrip()[0] == ")", lines)
+    return [line.replace(function, "") for line in (begin, *body)]
 
 
 # --- on real ranks --------------------------------------------------------------------------------------------------
