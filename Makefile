@@ -25,7 +25,7 @@ help:
 	@echo "make test-slow              minutes-long tests"
 	@echo "make test-wheel             the built packages, installed and tested elsewhere"
 	@echo "make promises               break each promise on purpose: docs/promises.md"
-	@echo "make mutation               change the core blindly, 400 times: mutants/mutation.md, about an hour"
+	@echo "make mutation               change the core blindly, 400 times: docs/mutation.md, about an hour"
 	@echo "make fuzz [SECONDS=60]      coverage-guided fuzzing of all readers, so long each"
 	@echo "make faults                 what happens when something goes wrong: docs/faults.md"
 	@echo "make diagnosis              how often the diagnosis is right: docs/diagnosis.md from the recordings"
@@ -140,7 +140,7 @@ $(VENV)-mutation/.installed: pyproject.toml
 	touch $@
 
 mutation: $(VENV)-mutation/.installed
-	$(RUN) $(VENV)-mutation/bin/python tools/mutation.py --write mutants/mutation.md
+	$(RUN) $(VENV)-mutation/bin/python tools/mutation.py --write docs/mutation.md
 
 diagnosis: $(VENV)/.installed
 	$(RUN) $(BIN)/python benchmarks/diagnosis/study.py held-out docs/diagnosis.md

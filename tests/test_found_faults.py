@@ -326,6 +326,20 @@ def test_a_pack_beside_ragged_rows_is_refused_whole(caplog: pytest.LogCaptureFix
     assert "a pack of 1 samples (sample_index 7) is refused" in caplog.text
 
 
+def test_whole_numbers_are_log_probabilities_too() -> None:
+    report = observe(TokenBatch([-1, -2], [-1, -1], [1, 1]))
+    assert (report.warnings, report.metrics["abs_dlogp_max"]) == ({}, 1.0)
+
+
+def test_refused_samples_and_other_tokens_are_rejected_together() -> None:
+    """Kills: the tokens of a refused sample counted in the place of those whose ids differ."""
+    batch = TokenBatch.from_lists(
+        [[-1.0, -1.0], [-1.0]], [[-1.0, -1.0], [-1.0, -1.0]], token_ids=[[1, 2], [3]], rollout_token_ids=[[1, 9], [3]]
+    )
+    report = observe(batch)
+    assert report.classes["rejected"] == 2 and report.metrics["compared_token_count"] == 1
+
+
 def test_one_worst_token_a_sample_over_micro_batches() -> None:
     """Kills: two tokens of a sample kept of two micro-batches, in the place of another sample's."""
     config = AuditConfig(worst_k=2, worst_per_sample=1)

@@ -298,7 +298,8 @@ def page() -> str:
         "# Promises and their tests",
         "Each promise of the [README](../README.md#what-it-promises), the test of it, and a change to the code with "
         "which that test fails. `python tools/promises.py` makes every change in a copy and runs the tests. "
-        "[faults.md](faults.md) says what was done to running processes.",
+        "[faults.md](faults.md) says what was done to running processes, [mutation.md](mutation.md) how many blind "
+        "changes of the core the tests notice.",
     ]
     for number, heading in HEADINGS.items():
         rows = [

@@ -152,3 +152,13 @@ def test_a_rank_s_host_is_known_on_every_rank(name: str, monkeypatch: pytest.Mon
 def test_a_host_of_another_name_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: f"node{dist.get_rank()}")
     assert set(agree_on_layout(AuditConfig()).values()) == {f"node{rank}" for rank in range(dist.get_world_size())}
+
+
+def test_failures_that_differ_are_all_told() -> None:
+    """The first rank could be set up."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    failure = None if rank == 0 else ValueError(f"fault {rank}")
+    told = "; ".join(f"fault {odd} (on rank {odd})" for odd in range(1, size))
+    with pytest.raises(LayoutMismatchError) as raised:
+        agree_on_layout(AuditConfig() if failure is None else None, failure=failure)
+    assert str(raised.value) == f"the audit is set up on no rank, since it failed on some: {told}"
