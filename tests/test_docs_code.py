@@ -173,7 +173,7 @@ def test_code_is_marked_as_what_it_is() -> None:
     """Kills: code in a block without a language, or indented, which none of these tests would see."""
     code = re.compile(r"(from \S+ import|import|rlk-audit|torchrun|python|pip|make|export) ")
     for page, text in PAGES.items():
-        assert {block[0] for block in FENCE.findall(text)} <= {"python", "bash", "yaml", "json", ""}, page
+        assert {block[0] for block in FENCE.findall(text)} <= {"python", "bash", "yaml", "json", "diff", ""}, page
         assert not [block.code for block in blocks(page, text, "") if code.match(block.code)], page
         outside = FENCE.sub("", text)
         assert not re.findall(rf"^    {code.pattern}.*", outside, re.MULTILINE), page
