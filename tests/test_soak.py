@@ -76,7 +76,9 @@ def test_ten_thousand_steps(lag: int, tmp_path: Path, caplog: pytest.LogCaptureF
     assert grown < GROWTH_ALLOWED, f"{grown} bytes in {STEPS - SETTLED} steps"
     auditor.close()
     console.close()
-    assert [report.pop("step") for report in reports] == [1, SETTLED, STEPS - lag]
+    steps = [1, SETTLED, STEPS - lag]
+    assert [report.pop("step") for report in reports] == steps
+    assert [rank.pop("step") for report in reports for rank in report["ranks"]] == steps
     for report in reports:
         # The relative limit has no verdict before it has a history.
         del report["verdict"]["limits"][0]
