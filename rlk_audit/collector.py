@@ -264,7 +264,7 @@ class Collector:
     def _flatten(self, batch: TokenBatch) -> tuple[torch.Size, FlatTokens]:
         train = self._log_probs("train_log_probs", batch.train_log_probs)[0]
         shape = train.shape
-        missing = None if batch.rollout_missing is None else self._same_shape(batch, "rollout_missing", shape) != 0
+        missing = None if batch.rollout_missing is None else self._nonzero(batch, "rollout_missing", shape)
         if batch.rollout_log_probs is None:
             rollout, missing = torch.zeros_like(train), torch.ones_like(train, dtype=torch.bool).reshape(-1)
         else:
@@ -276,7 +276,7 @@ class Collector:
                 )
             if absent is not None:
                 missing = absent if missing is None else missing | absent
-        active = self._same_shape(batch, "mask", shape) != 0
+        active = self._nonzero(batch, "mask", shape)
         mismatch = self._token_mismatch(batch, shape)
         slot = None
         if self.config.samples_per_step is not None:
@@ -308,8 +308,8 @@ class Collector:
             raise ValueError("train_log_probs must hold numbers, got None among them")
         return tensor.detach().to(self.device), None if absent is None else absent.to(self.device).reshape(-1)
 
-    def _same_shape(self, batch: TokenBatch, name: str, shape: torch.Size) -> Tensor:
-        """Return a field flat and on the device."""
+    def _nonzero(self, batch: TokenBatch, name: str, shape: torch.Size) -> Tensor:
+        """Return where a field is not 0, flat and on the device."""
         if getattr(batch, name) is None:
             raise ValueError(f"{name} is missing")
         values = torch.as_tensor(getattr(batch, name), device=self.device)
@@ -317,7 +317,8 @@ class Collector:
             raise ValueError(
                 f"{name} must have the shape of train_log_probs, {tuple(shape)}, got {tuple(values.shape)}"
             )
-        return values.detach().reshape(-1)
+        values = values.detach().reshape(-1)
+        return values if values.dtype == torch.bool else values != 0
 
     def _integers(self, name: str, values: PerToken, shape: torch.Size) -> Tensor:
         """Return integer ids on the device, expanded to ``shape`` without a copy; None gives -1."""
@@ -355,18 +356,19 @@ class Collector:
         if batch.valid is None:
             counts["total_unknown"] = int(filled)
         else:
-            counts["total"] += ((self._same_shape(batch, "valid", shape) != 0) | tokens.active).sum()
+            counts["total"] += (self._nonzero(batch, "valid", shape) | tokens.active).sum()
         for name, count in counts.items():
             if isinstance(count, Tensor) or count:  # each addition is an operation on the device
                 state.additive[COUNTER_INDEX[name]] += count
         if batch.whole_slots is not None and self.config.samples_per_step is not None:
             slots = torch.as_tensor(batch.whole_slots, device=self.device).long()
             samples.add_seen(state.additive[self.layout.fields["samples"].slice], slots)
-        present = tokens.active.any()
-        if any(batch.labels.get(name) is None for name in self.config.caller_labels):
-            state.flags += FLAGS["missing_metadata"] * present
-        if batch.rollout_log_probs is None:
-            state.flags += FLAGS["missing_rollout_log_probs"] * present
+        absent = {
+            "missing_metadata": any(batch.labels.get(name) is None for name in self.config.caller_labels),
+            "missing_rollout_log_probs": batch.rollout_log_probs is None,
+        }
+        for name in filter(absent.get, absent):
+            state.flags += FLAGS[name] * tokens.active.any()
 
     def _note_updates_since_rollout(self, state: State, batch: TokenBatch, shape: torch.Size, compared: Tensor) -> None:
         if batch.updates_since_rollout is None:
@@ -429,10 +431,11 @@ class Collector:
         """
         if self.device.type != "cpu":
             return torch.arange(len(abs_dlogp), device=self.device)
-        floor = abs_dlogp_of_rows(self._state.worst)[-1].clamp(min=0.0)
+        values = abs_dlogp.numpy()
+        floor = max(float(abs_dlogp_of_rows(self._state.worst[-1:])), 0.0)
         if not self.config.one_worst_per_sample:
-            floor = torch.maximum(floor, kth_largest_bound(abs_dlogp, self.config.worst_k))
-        return (abs_dlogp >= floor).nonzero()[:, 0]
+            floor = max(floor, kth_largest_bound(values, self.config.worst_k))
+        return torch.from_numpy(np.flatnonzero(values >= floor))
 
 
 def _unravel(places: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:

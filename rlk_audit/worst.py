@@ -7,6 +7,7 @@ tie), so the choice is made by exact selections, one worst token after another.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -74,15 +75,16 @@ def _sorted_choice(
     return torch.from_numpy(chosen), torch.from_numpy(exists)
 
 
-def kth_largest_bound(values: Tensor, k: int) -> Tensor:
-    """Return a lower bound (scalar) of the k-th largest of values (float64 [n], n >= 1) on a CPU.
+def kth_largest_bound(values: npt.NDArray[np.float64], k: int) -> float:
+    """Return a lower bound of the k-th largest of values [n], n >= 1; the least where there are fewer.
 
     It is the k-th largest of the maxima of blocks, each of which is a value: the values themselves are looked at once.
     """
     whole = len(values) // _BLOCK
-    if whole < k:
-        return values.topk(min(k, len(values))).values[-1]
-    return values[: whole * _BLOCK].view(whole, _BLOCK).amax(1).topk(k).values[-1]
+    if whole >= k:
+        values = values[: whole * _BLOCK].reshape(whole, _BLOCK).max(1)
+    place = max(len(values) - k, 0)
+    return float(np.partition(values, place)[place])
 
 
 def abs_dlogp_of_rows(rows: Tensor) -> Tensor:
