@@ -22,6 +22,9 @@ settings.load_profile("repeatable")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A process that a test starts tells where it was when it aborts.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
 # Small tensors gain nothing from threads, and several test processes may share the machine.
 torch.set_num_threads(1)
 

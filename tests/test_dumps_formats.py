@@ -17,7 +17,7 @@ import pytest
 import torch
 from dump_writers import KEEPS_MISSING, NONFINITE_IS_NULL, WRITERS, Given, draw
 
-from rlk_audit.dumps import files
+from rlk_audit.dumps import files, table_parquet
 from rlk_audit.dumps.sample import DumpError, DumpSample, ReadOptions
 
 PICKLES = ReadOptions(allow_pickle=True)
@@ -537,3 +537,42 @@ def test_no_train_side(tmp_path: Path) -> None:
     edit_lines(path, prev_logprobs=None)
     with pytest.raises(DumpError, match="force_on_policy_ratio"):
         read_all([path], Told())
+
+
+@pytest.mark.parametrize("list_type", ["list_", "large_list"])
+@pytest.mark.parametrize("batch", [1, 3, 1000])
+def test_cells_of_parquet_are_those_of_each_row(
+    list_type: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever batches begin, with null lists, nulls in lists, empty lists, texts and plain numbers."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    listed = getattr(pa, list_type)
+    kinds = {
+        "train_log_probs": listed(pa.float32()), "rollout_log_probs": listed(pa.float64()), "mask": listed(pa.bool_()),
+        "token_ids": listed(pa.int32()), "names": listed(pa.string()), "fixed": pa.list_(pa.int64(), 2),
+        "step": pa.int64(), "prompt_length": pa.int16(), "text": pa.string(),
+        "labels": pa.map_(pa.string(), pa.string()),
+    }  # fmt: skip
+    rows = [
+        {
+            "train_log_probs": [-0.5 * row] * (row % 4), "rollout_log_probs": None if row == 5 else [-1.0, -2.0 * row],
+            "mask": [True, row % 2 == 0], "token_ids": [row, None] if row > 6 else [row],
+            "names": ["a", None, str(row)], "fixed": [row, 7], "step": row, "prompt_length": None if row == 3 else row, "text": f"r{row}",
+            "labels": {"engine": str(row)},
+        }
+        for row in range(10)
+    ]  # fmt: skip
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows, schema=pa.schema(kinds)), path, row_group_size=7)
+    monkeypatch.setattr("rlk_audit.dumps.table_parquet.BATCH_VALUES", batch * 3)
+    found = [cells for _, cells in table_parquet.records(path, None)]
+    assert len(found) == len(rows)
+    for cells, row in zip(found, rows, strict=True):
+        for name, cell in cells.items():
+            plain = cell.tolist() if isinstance(cell, np.ndarray) else cell
+            assert plain == (list(row[name].items()) if name == "labels" else row[name]), name
+        assert cells["train_log_probs"].dtype == np.float32
+        assert cells["mask"].dtype == np.bool_
+    assert isinstance(found[8]["token_ids"], np.ma.MaskedArray)
+    part = table_parquet._cells(pa.array([row["train_log_probs"] for row in rows], listed(pa.float32())).slice(2, 5))
+    assert [part(row).tolist() for row in range(5)] == [row["train_log_probs"] for row in rows[2:7]]

@@ -112,6 +112,8 @@ def label(value: Any, name: str) -> Label:
     Raises:
         SampleError: it is neither text, a number, None nor a flat list of those.
     """
+    if _is_one_number(value):  # common, and names are slow to make
+        return [str(value[0])] * value.size
     if isinstance(value, (np.ndarray, np.generic, Tensor)) and _size(value) <= MAX_SAMPLE_TOKENS:
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -119,6 +121,13 @@ def label(value: Any, name: str) -> Label:
             raise SampleError(f"the label {name} has more than {MAX_SAMPLE_TOKENS} entries")
         return _names(value, name)
     return _name(value, name)
+
+
+def _is_one_number(value: Any) -> bool:
+    """Return whether a value is an array of one whole number, however often."""
+    if type(value) is not np.ndarray or value.ndim != 1 or value.dtype.kind not in "iu":
+        return False
+    return 0 < value.size <= MAX_SAMPLE_TOKENS and bool((value == value[0]).all())
 
 
 def _names(values: list[Any] | tuple[Any, ...], name: str) -> list[str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ def records(path: Path, faults: Faults) -> Iterator[tuple[str, Mapping[str, Any]
     with told_as("the Parquet file is damaged"), parquet.ParquetFile(path) as file:
         for group, rows in _batches(file, most):
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], use_threads=False):
+                cells = {name: _cells(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
                 for row in range(batch.num_rows):
                     number += 1
-                    cells = zip(batch.schema.names, batch.columns, strict=True)
-                    yield f"row {number}", {name: _value(column[row]) for name, column in cells}
+                    yield f"row {number}", {name: cell(row) for name, cell in cells.items()}
 
 
 def _batches(file: Any, most: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -59,14 +59,29 @@ def _batches(file: Any, most: Sequence[int]) -> Iterator[tuple[int, int]]:
             yield group, max(1, BATCH_VALUES * rows // max(values, 1))
 
 
+def _cells(column: Any) -> Callable[[int], Any]:
+    """Return what gives the cells of a column by their row: arrays, masked where there is null, or plain values."""
+    if _numeric(column):
+        plain: list[Any] = column.to_pylist()
+        return plain.__getitem__
+    values: Any = getattr(column, "values", None)
+    if hasattr(column, "offsets") and _numeric(values) and not column.null_count and not values.null_count:
+        numbers, offsets = np.asarray(values.to_numpy(zero_copy_only=False)), column.offsets.to_pylist()
+        return lambda row: numbers[offsets[row] : offsets[row + 1]]
+    return lambda row: _value(column[row])
+
+
+def _numeric(values: Any) -> bool:
+    """Return whether Arrow values are numbers or booleans."""
+    return str(getattr(values, "type", "")).startswith(("float", "double", "halffloat", "int", "uint", "bool"))
+
+
 def _value(scalar: Any) -> Any:
-    """Return a cell as an array, masked where there is null, or as a plain value."""
     values: Any = getattr(scalar, "values", None)
-    kind = "" if values is None or callable(values) else str(values.type)
-    if values is None or not kind.startswith(("float", "double", "halffloat", "int", "uint", "bool")):
+    if not _numeric(values):
         return scalar.as_py()
     array = np.asarray(values.to_numpy(zero_copy_only=False))
     if not values.null_count:
         return array
-    filled = values.fill_null(False if kind == "bool" else 0).to_numpy(zero_copy_only=False)
+    filled = values.fill_null(False if str(values.type) == "bool" else 0).to_numpy(zero_copy_only=False)
     return np.ma.MaskedArray(filled, mask=values.is_null().to_numpy(zero_copy_only=False))

@@ -40,6 +40,7 @@ class LabelCounts:
         """Count a sample's tokens."""
         for name, label in sample.labels.items():
             counts = self.tokens.setdefault(name, Counter())
+            label = _same_for_all(label, len(sample))
             given = Counter({label: len(sample)}) if isinstance(label, str) else Counter(label or ())
             for text, tokens in given.items():
                 if text is not None:
@@ -78,10 +79,19 @@ class LabelNames:
     def code(self, label: Label, length: int) -> npt.NDArray[np.int64]:
         """Return the codes of a sample's tokens (int64 [length]), -1 where unknown."""
         other = len(self.codes) if len(self.names) > len(self.codes) else -1
+        label = _same_for_all(label, length)
         if label is None or isinstance(label, str):
             return np.full(length, -1 if label is None else self.codes.get(label, other), dtype=np.int64)
         codes = [-1 if text is None else self.codes.get(text, other) for text in label[:length]]
         return np.array(codes + [-1] * (length - len(codes)), dtype=np.int64)
+
+
+def _same_for_all(label: Label, length: int) -> Label:
+    """Return one name where the label has that name for each of ``length`` tokens; else the label as it is."""
+    if isinstance(label, list) and 0 < len(label) == length == label.count(label[0]):
+        first: str | None = label[0]
+        return first
+    return label
 
 
 def label_name(key: str) -> str:
