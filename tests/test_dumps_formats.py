@@ -557,7 +557,8 @@ def test_cells_of_parquet_are_those_of_each_row(
         {
             "train_log_probs": [-0.5 * row] * (row % 4), "rollout_log_probs": None if row == 5 else [-1.0, -2.0 * row],
             "mask": [True, row % 2 == 0], "token_ids": [row, None] if row > 6 else [row],
-            "names": ["a", None, str(row)], "fixed": [row, 7], "step": row, "prompt_length": None if row == 3 else row, "text": f"r{row}",
+            "names": ["a", None, str(row)], "fixed": [row, 7],
+            "step": row, "prompt_length": None if row == 3 else row, "text": f"r{row}",
             "labels": {"engine": str(row)},
         }
         for row in range(10)
