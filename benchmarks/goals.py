@@ -103,19 +103,19 @@ def of_training(results: Results) -> Iterable[Goal]:
 
 
 def of_dumps(results: Results) -> Iterable[Goal]:
-    for length, formats in (found(results, "offline", "lengths") or {}).items():
-        dump = formats.get("table parquet")
-        for work in ("audit", "reader"):
+    lengths = found(results, "offline", "lengths") or {}
+    dumps = {f"samples of {int(length):,} tokens": formats for length, formats in lengths.items()}
+    dumps["large steps"] = found(results, "offline", "large") or {}
+    for told, formats in dumps.items():
+        for work in _OFFLINE:
             speed = None
-            if dump is not None:
+            if (dump := formats.get("table parquet")) is not None:
                 speed = Measured(*(dump["tokens"] / dump["times"][work][k] / 1e6 for k in ("median", "high", "low")))
-            what = f"Parquet, samples of {int(length):,} tokens: {_OFFLINE[work]}"
-            yield Goal(what, 20.0, speed, " million tokens/s")
-    for length, formats in (found(results, "offline", "lengths") or {}).items():
-        for work in ("audit", "reader"):
+            yield Goal(f"Parquet, {told}: {_OFFLINE[work]}", 20.0, speed, " million tokens/s")
+    for told, formats in dumps.items():
+        for work in _OFFLINE:
             value = quotient(found(formats, "slime", "times"), work, "library")
-            what = f"slime, samples of {int(length):,} tokens: {_OFFLINE[work]}, in times of torch.load"
-            yield Goal(what, 1.3, value, at_least=False)
+            yield Goal(f"slime, {told}: {_OFFLINE[work]}, in times of torch.load", 1.3, value, at_least=False)
 
 
 _OFFLINE = {"audit": "audit", "reader": "one pass of the reader"}

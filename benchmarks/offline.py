@@ -35,6 +35,9 @@ STEPS = 4
 LENGTHS = (1000, 8000)
 ROUNDS = 3
 PROCESSES = 2
+LARGE_TOKENS, LARGE_LENGTH = 1 << 23, 8000
+LARGE_FORMATS = ("slime", "table parquet", "table safetensors")
+"""Of a dump whose steps are so large that what a step costs beside its tokens matters little."""
 FORMATS = (
     "slime", "miles", "nemo-rl", "prime-rl", "skyrl", "table jsonl", "table parquet", "table npz", "table safetensors",
 )  # fmt: skip
@@ -152,6 +155,15 @@ def of_length(folder: Path, tokens: int, length: int) -> dict[str, Any]:
     return found
 
 
+def of_large_steps() -> dict[str, Any]:
+    """Return the times of dumps of large steps, one after another, so that one at a time is on the disk."""
+    found = {}
+    for name in LARGE_FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = of_one_dump(Path(folder), name, LARGE_TOKENS, LARGE_LENGTH)
+    return found
+
+
 def result(tokens: int) -> dict[str, Any]:
     """Return the group's results."""
     torch.set_num_threads(1)
@@ -161,7 +173,8 @@ def result(tokens: int) -> dict[str, Any]:
     for length in LENGTHS:
         with tempfile.TemporaryDirectory() as folder:
             lengths[str(length)] = of_length(Path(folder), tokens, length)
-    return timing.made() | {"kernel": kernel, "steps": STEPS, "processes": PROCESSES, "lengths": lengths}
+    made = {"kernel": kernel, "steps": STEPS, "processes": PROCESSES, "lengths": lengths, "large": of_large_steps()}
+    return timing.made() | made
 
 
 if __name__ == "__main__":

@@ -57,10 +57,11 @@ def numba_stages() -> Stages:
     from rlk_audit.kernels import numba_cpu
 
     return {
-        "classes, d": [(numba_cpu, "_classify")],
-        "copy to float64": [(numba_cpu, "_measure_chunk")],
+        "classes, d": [(numba_cpu, "_classify"), (numba_cpu, "_count_thresholds")],
         "exponentials": [(torch, "exp")],
-        "rounding, exact sums, sketch, extremes": [(numba_cpu, "_accumulate")],
+        "rounding, extremes": [(numba_cpu, "_round"), (numba_cpu, "_widen")],
+        "exact sums, sketch": [(numba_cpu, "_accumulate")],
+        "calls": [(numba_cpu, "_measure_chunk")],
     }
 
 

@@ -282,20 +282,33 @@ def _offline(group: Results) -> dict[str, object]:
     rows = []
     for length, formats in group["lengths"].items():
         for name, found in formats.items():
-            times, tokens = found["times"], found["tokens"]
-            speeds = {key: number(tokens / seconds["median"] / 1e6) for key, seconds in times.items()}
-            row = [name, f"{int(length):,}", number(found["bytes"] / tokens), speeds["audit"], speeds["audit, shared"]]
-            row += [speeds["reader"], f"{speeds['library']} ({found['library']})"]
-            rows.append([*row, f"{200 * times['reader']['median'] / times['audit']['median']:.0f} %"])
+            speeds = _speeds(found)
+            row = [name, f"{int(length):,}", number(found["bytes"] / found["tokens"])]
+            rows.append([*row, speeds["audit"], speeds["audit, shared"], *_reading(found)])
     columns = ["format", "sample length", "bytes a token", "audit", f"in {group['processes']} processes"]
-    columns += ["reader alone", "library alone", "two passes of the reader, of the audit"]
+    reading = ["reader alone", "library alone", "two passes of the reader, of the audit"]
+    large = [[name, _speeds(found)["audit"], *_reading(found)] for name, found in group["large"].items()]
     return {
         "tokens": f"{found['tokens']:,}",
         "kernel": group["kernel"],
         "steps": group["steps"],
         "rounds": rounds(found["times"]),
-        "table": table(columns, rows),
+        "table": table([*columns, *reading], rows),
+        "large_tokens": f"{next(iter(group['large'].values()))['tokens']:,}",
+        "large": table(["format", "audit", *reading], large),
     }
+
+
+def _speeds(found: Results) -> dict[str, str]:
+    """Return million tokens a second of everything that was timed of a dump."""
+    return {key: number(found["tokens"] / seconds["median"] / 1e6) for key, seconds in found["times"].items()}
+
+
+def _reading(found: Results) -> list[str]:
+    """Return the cells that say what part of an audit reading is."""
+    speeds, times = _speeds(found), found["times"]
+    share = 200 * times["reader"]["median"] / times["audit"]["median"]
+    return [speeds["reader"], f"{speeds['library']} ({found['library']})", f"{share:.0f} %"]
 
 
 SECTIONS: dict[str, Callable[[Results], dict[str, object]]] = {

@@ -59,7 +59,8 @@ def results() -> dict[str, Any]:
         "overhead": made | {"kernel": "numba", "ranks": 4, "off": time(0.4), "differences": differences},
         "scale": made | {"rows": scale.predictions(), "validation": scale.validation(sweep, 2)},
         "offline": made
-        | {"kernel": "numba", "steps": 2, "processes": 2, "lengths": {"1000": {"slime": read, "table parquet": read}}},
+        | {"kernel": "numba", "steps": 2, "processes": 2, "large": {"table parquet": read}}
+        | {"lengths": {"1000": {"slime": read, "table parquet": read}}},
     }
 
 
