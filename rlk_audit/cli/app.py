@@ -13,7 +13,15 @@ import typer
 from rlk_audit.allreduce import Group, group_place, launched_group
 from rlk_audit.cli import comparison, tables
 from rlk_audit.cli.live import watch_log
-from rlk_audit.cli.streams import PipeConsole, progress_bars, show, tell, to_the_end_of_a_pipe, write_json
+from rlk_audit.cli.streams import (
+    PipeConsole,
+    progress_bars,
+    refuse_place,
+    show,
+    tell,
+    to_the_end_of_a_pipe,
+    write_json,
+)
 from rlk_audit.config import AuditConfig
 from rlk_audit.contracts import apply_contract
 from rlk_audit.dumps.files import AUTO, FORMATS
@@ -93,6 +101,8 @@ def report(
     with _refusals(), launched_group() as group:
         if html is not None and str(html) in ("-", json_file):
             raise ValueError(f"--html needs a file of its own, got {html}")
+        refuse_place("--json", json_file)
+        refuse_place("--html", html)
         texts = TokenTexts(tokenizer)
         view = _view(paths, format, Asked(by, exact, texts), allow_pickle, group)
         if group_place(group)[0]:
@@ -175,6 +185,7 @@ def diagnose(
 ) -> None:
     """Name what made the drift, by ranges of steps, with its evidence and what to check first."""
     with _refusals(), launched_group() as group:
+        refuse_place("--json", json_file)
         view = _view(paths, format, Asked(), allow_pickle, group)
         if group_place(group)[0]:
             return

@@ -71,6 +71,20 @@ def tell(sentence: str) -> None:
     print(tables.plain_text(sentence), file=sys.stderr)
 
 
+def refuse_place(option: str, file: str | Path | None) -> None:
+    """Refuse a file that cannot be written where it is to be, before the work that would fill it.
+
+    Raises:
+        ValueError: its folder does not exist, or it is a folder itself.
+    """
+    if file is None or file == "-":
+        return
+    if not Path(file).parent.is_dir():
+        raise ValueError(f"{option} {file}: there is no folder {Path(file).parent}; make it, or name a file elsewhere")
+    if Path(file).is_dir():
+        raise ValueError(f"{option} {file} is a folder; name a file in it")
+
+
 def write_json(values: Any, file: str) -> None:
     """Write strict JSON to a file; ``-`` is standard output."""
     text = json.dumps(values, allow_nan=False)
