@@ -3,7 +3,8 @@
     python -m benchmarks.offline [--tokens 786432]
 
 A dump is audited as `rlk-audit report` does it, with everything but the page. Reading alone is one pass of the
-package's own reader, and one pass of the library that the reader stands on; an audit makes two passes.
+package's own reader, and one pass of the library that the reader stands on; an audit makes a second pass over what it
+could not keep.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def _offline(group: Results) -> dict[str, object]:
             row = [name, f"{int(length):,}", number(found["bytes"] / found["tokens"])]
             rows.append([*row, speeds["audit"], speeds["audit, shared"], *_reading(found)])
     columns = ["format", "sample length", "bytes a token", "audit", f"in {group['processes']} processes"]
-    reading = ["reader alone", "library alone", "two passes of the reader, of the audit"]
+    reading = ["reader alone", "library alone", "a pass of the reader, of the audit"]
     large = [[name, _speeds(found)["audit"], *_reading(found)] for name, found in group["large"].items()]
     return {
         "tokens": f"{found['tokens']:,}",
@@ -307,7 +307,7 @@ def _speeds(found: Results) -> dict[str, str]:
 def _reading(found: Results) -> list[str]:
     """Return the cells that say what part of an audit reading is."""
     speeds, times = _speeds(found), found["times"]
-    share = 200 * times["reader"]["median"] / times["audit"]["median"]
+    share = 100 * times["reader"]["median"] / times["audit"]["median"]
     return [speeds["reader"], f"{speeds['library']} ({found['library']})", f"{share:.0f} %"]
 
 

@@ -15,7 +15,9 @@ import pytest
 from dump_writers import KEEPS_MISSING, NONFINITE_IS_NULL, WRITERS, Given
 from test_dumps_damage import mutated
 
+from rlk_audit.dumps import files
 from rlk_audit.dumps.sample import DumpError, ReadOptions
+from rlk_audit.offline import plan
 from rlk_audit.offline import run as run_module
 from rlk_audit.offline.audit import Asked, audit_dump
 from rlk_audit.run_view import RunView
@@ -119,6 +121,33 @@ def test_small_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert everything(audit_dump([tmp_path / "dump.jsonl"])) == whole
     monkeypatch.setattr(run_module, "MAX_WAITING_TOKENS", 9)
     assert everything(audit_dump([tmp_path / "dump.jsonl"])) == whole
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", WRITERS)
+def test_samples_that_were_kept_are_those_of_the_files(
+    name: str, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is read once where there is room for it, and again where there is none; the audit is the same."""
+    write(tmp_path, name, odd=True)
+    read, reads = files.read, []
+    monkeypatch.setattr(files, "read", lambda part, *rest: reads.append(part.paths) or read(part, *rest))
+
+    def looked_at(room: int) -> tuple[str, int]:
+        monkeypatch.setattr(plan, "KEPT_BYTES", room)
+        reads.clear()
+        view = audit_dump([tmp_path], options=PICKLES, asked=Asked(exact=exact))
+        return everything(view), len(reads)
+
+    whole, parts = looked_at(1 << 28)
+    assert parts == len(set(reads))
+    readings = 3 if exact else 2
+    assert looked_at(0) == (whole, readings * parts)
+    reading = plan.Reading(PICKLES)
+    size_of_one = plan.memory_of(next(reading.samples(files.find([tmp_path], tell=reading.tell)[0]))[1])
+    some, fewer = looked_at(8 * size_of_one)
+    assert some == whole
+    assert parts <= fewer <= readings * parts and (parts == 1 or parts < fewer < readings * parts)
 
 
 # --- what else is looked at -----------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def audit_dump(
     plan = Plan.of(parts, _scan(parts, reading, progress, group), config or AuditConfig(), asked.labels)
     if not plan.steps:
         raise DumpError(_nothing_read(reading, group))
-    run = Run(plan, Reading(reading.options), progress, group)
+    run = Run(plan, reading.again(), progress, group)
     steps, total = run.reports()
     notes = list(plan.notes)
     if asked.exact:

@@ -11,6 +11,7 @@ from rlk_audit.config import BUILT_IN_BREAKDOWNS, AuditConfig
 from rlk_audit.dumps import files
 from rlk_audit.dumps.sample import DumpError, DumpPart, DumpSample, Problem, ReadOptions
 from rlk_audit.offline.labels import LabelCounts, LabelNames, choose_labels
+from rlk_audit.offline.tokens import memory_of, owned
 
 Step = int | None
 Progress = Callable[[str, int, int], None]
@@ -19,6 +20,8 @@ Progress = Callable[[str, int, int], None]
 MAX_SAMPLES = 1 << 16
 """Samples of a step whose figures are kept; of larger steps none are."""
 MAX_STATE_BYTES = 1 << 28
+KEPT_BYTES = 1 << 28
+"""Samples that the first reading keeps, so that the next ones do without the files; parts beyond are read again."""
 WORST_K = 10
 
 
@@ -43,10 +46,18 @@ class Reading:
     Attributes:
         options: how files may be read.
         problems: what was left out.
+        kept: what whole parts held, which are not read again.
+        kept_bytes: about how much that is.
     """
 
     options: ReadOptions
     problems: list[Problem] = field(default_factory=list)
+    kept: dict[DumpPart, list[tuple[Step, DumpSample]]] = field(default_factory=dict)
+    kept_bytes: int = 0
+
+    def again(self) -> Reading:
+        """Return what reads the same parts once more; what is wrong with them is told already."""
+        return Reading(self.options, kept=self.kept)
 
     def tell(self, path: Path, message: str) -> None:
         """Note what is left out while the rest is read."""
@@ -54,6 +65,9 @@ class Reading:
 
     def samples(self, part: DumpPart) -> Iterator[tuple[Step, DumpSample]]:
         """Yield a part's samples with their steps; what cannot be read ends it with a problem."""
+        if part in self.kept:
+            yield from self.kept[part]
+            return
         without_train = 0
         try:
             for sample in files.read(part, self.options, self.tell):
@@ -68,12 +82,22 @@ class Reading:
 
 
 def scan(part: DumpPart, reading: Reading) -> PartScan:
-    """Read a part and count what it holds."""
+    """Read a part and count what it holds; keep its samples where there is room for all of them."""
     found = PartScan()
+    kept: list[tuple[Step, DumpSample]] | None = []
+    size = reading.kept_bytes
     for step, sample in reading.samples(part):
         found.samples[step] += 1
         found.tokens[step] += len(sample)
         found.labels.add(sample)
+        size += memory_of(sample)
+        if size > KEPT_BYTES:
+            kept = None
+        elif kept is not None:
+            kept.append((step, owned(sample)))
+    if kept is not None:
+        reading.kept[part] = kept
+        reading.kept_bytes = size
     return found
 
 

@@ -203,6 +203,13 @@ def owned(sample: DumpSample) -> DumpSample:
     return replace(sample, **shared)
 
 
+def memory_of(sample: DumpSample) -> int:
+    """Return about how many bytes a sample takes that owns its arrays."""
+    arrays = [getattr(sample, name) for name in ("train_log_probs", *_PER_TOKEN)]
+    numbers: int = sum(array.nbytes for array in arrays if array is not None)
+    return 1024 + numbers + 64 * sum(len(label) for label in sample.labels.values() if label is not None)
+
+
 def is_whole(sample: DumpSample) -> bool:
     """Return whether a sample's arrays are of one length."""
     return len(set(lengths(sample).values())) == 1
