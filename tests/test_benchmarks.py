@@ -175,7 +175,8 @@ def test_the_page_of_every_group() -> None:
     assert "takes as long as so many bare all-reduces: 0.50 of 2 processes." in page.replace("\n", " ")
     assert "| off, once more | +0.0 | +0.0 % | -2.5 % to +2.5 % |" in page
     assert "Audit: 20 ms a step" in page
-    assert "| slime | 1,000 | 9.00 | 1.00 | 0.25 | 0.50 | 0.33 (torch.load) | 400 % |" in page
+    assert "| slime | 1,000 | 9.00 | 1.00 | 0.25 | 0.50 | 0.33 (torch.load) | 200 % |" in page
+    assert "| table parquet | 1.00 | 0.50 | 0.33 (torch.load) | 200 % |" in page
 
 
 def test_a_page_of_some_groups() -> None:
