@@ -23,6 +23,7 @@ import trainer
 from recorder import Recorder
 from rlk_audit import AuditConfig, TokenBatch
 from rlk_audit.megatron_plugin import MegatronAudit, register
+from rlk_audit.megatron_pretrain import PretrainAudit
 from rlk_audit.sinks import JsonlSink
 from rollout import demonstrations
 
@@ -103,19 +104,13 @@ def labelled_batch(args: argparse.Namespace, seed: int) -> dict[str, Tensor]:
     }
 
 
-class Job:
-    """One training; `counted` is true while a loss is computed that the audit must count."""
+class AuditedForm:
+    """What one form hands to the schedule; `counted` is true while a loss is computed that the audit must count."""
 
-    def __init__(self, args: argparse.Namespace, form: Form, mode: str, folder: Path) -> None:
-        self.args, self.form = args, form
-        self.trainer = FormTrainer(args, form)
-        last_rank = dist.get_rank() == dist.get_world_size() - 1
-        sinks = [JsonlSink(folder / "audit.jsonl")] if mode == "audit" and last_rank else []
-        self.audit = register(config=AuditConfig(mode=mode), model=self.trainer.chunks, sinks=sinks)
-        self.schedule = self.audit.wrap_schedule(get_forward_backward_func())
-        self.step_func = self.audit.wrap_forward_step(self.forward_step)
-        self.recorder = Recorder(folder / "record")
-        self.counted = False
+    form: Form
+    audit: MegatronAudit | PretrainAudit
+    recorder: Recorder
+    counted = False
 
     def forward_step(self, data_iterator: Iterator[dict[str, Tensor]], chunk: torch.nn.Module) -> tuple[Any, ...]:
         micro = next(data_iterator)
@@ -131,6 +126,20 @@ class Job:
             fields = {name: micro[name] for name in names}
             self.recorder.observe(-output, token_ids=micro["labels"], labels={}, **fields)
         return self.form.loss(micro, output)
+
+
+class Job(AuditedForm):
+    """One training."""
+
+    def __init__(self, args: argparse.Namespace, form: Form, mode: str, folder: Path) -> None:
+        self.args, self.form = args, form
+        self.trainer = FormTrainer(args, form)
+        last_rank = dist.get_rank() == dist.get_world_size() - 1
+        sinks = [JsonlSink(folder / "audit.jsonl")] if mode == "audit" and last_rank else []
+        self.audit = register(config=AuditConfig(mode=mode), model=self.trainer.chunks, sinks=sinks)
+        self.schedule = self.audit.wrap_schedule(get_forward_backward_func())
+        self.step_func = self.audit.wrap_forward_step(self.forward_step)
+        self.recorder = Recorder(folder / "record")
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:

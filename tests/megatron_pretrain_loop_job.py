@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron_labels_job import FORMS, STEPS, FormTrainer, attach, labelled_batch, observe_shard
+from megatron_labels_job import FORMS, STEPS, AuditedForm, FormTrainer, labelled_batch
 from torch import Tensor
 
 import cpu_backend
 import grpo
 import model
 import task
-import trainer
 from recorder import Recorder
 from rlk_audit.megatron_pretrain import PretrainAudit
 from rlk_audit.sinks import JsonlSink
@@ -28,7 +26,7 @@ from rlk_audit.sinks import JsonlSink
 RERUN_ITERATION = 1
 
 
-class Training:
+class Training(AuditedForm):
     """What a user of `pretrain` writes: providers, a forward step and a loss function."""
 
     def __init__(self, args: argparse.Namespace, form: str, folder: Path) -> None:
@@ -38,7 +36,6 @@ class Training:
         self.recorder = Recorder(folder / "record")
         self.trainer = FormTrainer(args, self.form)
         self.losses: list[float] = []
-        self.counted = False
         self.runs = 0
 
     def model_provider(self) -> tuple[Any, Training]:
@@ -77,20 +74,8 @@ class Training:
         iterators = [grpo.micro_batches(batch, size, device) for _ in self.trainer.chunks]
         return iterators if len(iterators) > 1 else iterators[0]
 
-    def forward_step(self, data_iterator: Iterator[dict[str, Tensor]], chunk: torch.nn.Module) -> tuple[Any, ...]:
-        micro = next(data_iterator)
-        if self.form.attached:
-            attach(self.audit, micro)
-        return trainer.forward_step(self.loss, iter([micro]), chunk)
-
     def loss(self, micro: dict[str, Tensor], output: Tensor) -> tuple[Any, ...]:
-        if not self.form.attached:
-            observe_shard(self.audit, micro, output)
-        if self.counted:
-            names = ("rollout_log_probs", "mask", "sample_index", "rollout_id", "token_position")
-            fields = {name: micro[name] for name in names}
-            self.recorder.observe(-output, token_ids=micro["labels"], labels={}, **fields)
-        result = self.form.loss(micro, output)
+        result = super().loss(micro, output)
         self.losses.append(float(result[0]))
         return result
 
