@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -17,14 +18,18 @@ import pytest
 import torch
 from dump_writers import WRITERS, draw
 from offline_views import plain, record, steady, write
+from rich.console import Console
 from strategies import bits
 
 from rlk_audit import AuditConfig, Collector, StepReport
+from rlk_audit.cli import tables
+from rlk_audit.cli.comparison import comparison_tables
 from rlk_audit.dumps.sample import DumpError, ReadOptions
-from rlk_audit.offline import baseline, compare, run_log
+from rlk_audit.offline import baseline, compare, gate, run_log
 from rlk_audit.offline.audit import audit_dump
 from rlk_audit.offline.moved import Shared, shared_tokens
 from rlk_audit.offline.run_log import follow, is_run_log, read_run_logs
+from rlk_audit.page.write import page_html
 from rlk_audit.sinks.jsonl import JsonlSink
 
 
@@ -366,3 +371,36 @@ def test_engines_of_two_precisions_are_told_apart(tmp_path: Path) -> None:
     again = " ".join(compare.difference_in_words(views["fp16"], views["bf16"]))
     assert "as of bfloat16 (B) against float16" in again, again
     assert compare.difference_in_words(views["bf16"], views["bf16"]) == ["both show healthy"]
+
+
+def test_a_log_may_lack_any_figure(tmp_path: Path) -> None:
+    """Whatever metric its reports do not have, it is read, shown, drawn, gated and compared."""
+    config = AuditConfig(samples_per_step=2, breakdowns={"engine": 2, "position": "auto"})
+
+    def values_of(times: int, **fields: Any) -> dict[str, Any]:
+        collector = Collector(config)
+        for codes in (0, 1) * times:
+            train, rollout = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.3, math.nan]])
+            collector.update(train, rollout, torch.ones(1, 2), sample_slot=codes, labels={"engine": codes})
+        return collector.compute().to_dict() | {"scope": "group"} | fields
+
+    values = [values_of(1, step=1), values_of(1, step=2), values_of(2, step=None, kind="run")]
+    whole = read_run_logs([write(tmp_path / "whole.jsonl", values)])
+    assert whole.total is not None and list(gate.doubts(whole, []))
+    refused = set()
+    for absent in [*values[0]["metrics"], None]:
+        keep = [n for n in values[0]["metrics"] if n != absent] if absent else ["compared_token_count"]
+        left = [one | {"metrics": {name: one["metrics"][name] for name in keep}} for one in values]
+        for lines in (left, [*left[:2], values[2]], [*values[:2], left[2]]):
+            path = write(tmp_path / "part.jsonl", lines)
+            try:
+                view = read_run_logs([path])
+            except DumpError:
+                refused.add(absent)
+                continue
+            console = Console(file=io.StringIO())
+            for table in (*tables.view_tables(view), *comparison_tables(whole, view, None), *gate.doubts(view, [])):
+                console.print(table)
+            json.dumps(view.to_dict(), allow_nan=False)
+        assert len(page_html(view)) > 10_000
+    assert refused == {"compared_token_count"}  # without which no line is known as a report

@@ -49,9 +49,12 @@ def _uncovered(steps: Sequence[StepReport]) -> Iterator[str]:
     short = [step for step in steps if step.metrics.get("compared_coverage", 1.0) < LEAST_COVERAGE]
     if short:
         worst = min(short, key=lambda step: step.metrics["compared_coverage"]).metrics
+        least = f"{worst['compared_coverage']:.2%}"
+        if {"compared_token_count", "active_token_count"} <= set(worst):  # a log may lack them
+            least = f"{worst['compared_token_count']:,} of {worst['active_token_count']:,}"
         yield (
             f"in {len(short)} of {len(steps)} steps less than {LEAST_COVERAGE:.0%} of the active tokens were compared, "
-            f"at the least {worst['compared_token_count']:,} of {worst['active_token_count']:,} "
+            f"at the least {least} "
             "(--limit 'compared_coverage>=SHARE' says what is enough)"
         )
 

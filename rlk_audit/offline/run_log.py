@@ -70,7 +70,8 @@ def read_run_logs(paths: Sequence[Path]) -> RunView:
 
 def _holds(total: StepReport, steps: Sequence[StepReport]) -> bool:
     """Return whether a total may be of all these steps: a run that began anew without its state counts from there."""
-    return total.metrics["active_token_count"] >= sum(step.metrics["active_token_count"] for step in steps)
+    active = [report.metrics.get("active_token_count", 0) for report in (total, *steps)]
+    return active[0] >= sum(active[1:])
 
 
 def _reports_in(path: Path, problems: list[str]) -> Iterator[StepReport]:
