@@ -102,7 +102,7 @@ def test_report_shows_the_run_and_writes_page_and_figures(faulty: Path, tmp_path
         (["check", "{dump}", "--baseline", "{dump}"], "is no baseline"),
         (["report", "{dump}", "--format", "wandb"], "the format must be one of auto, slime"),
         (["report", "{dump}", "--tokenizer", "none.json"], "the tokenizer none.json cannot be read"),
-        (["report", "{dump}", "--json", "no/such/folder/x"], "No such file"),
+        (["report", "{dump}", "--json", "no/such/folder/x"], "there is no folder no/such/folder"),
         (["compare", "{dump}", "nowhere"], "nowhere"),
     ],
 )

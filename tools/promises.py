@@ -186,8 +186,8 @@ PROMISES = (
         "tests/test_host_syncs.py::test_an_update_reads_nothing_on_the_host",
         "a value is read",
         "collector.py",
-        "present = tokens.active.any()",
-        "present = tokens.active.any().item()",
+        "FLAGS[name] * tokens.active.any()",
+        "FLAGS[name] * tokens.active.any().item()",
     ),
     Promise(
         4,

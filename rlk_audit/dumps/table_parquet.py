@@ -65,7 +65,8 @@ def _cells(column: Any) -> Callable[[int], Any]:
         plain: list[Any] = column.to_pylist()
         return plain.__getitem__
     values: Any = getattr(column, "values", None)
-    if hasattr(column, "offsets") and _numeric(values) and not column.null_count and not values.null_count:
+    ends_at_the_next = hasattr(column, "offsets") and not hasattr(column, "sizes")  # unlike in a list view
+    if ends_at_the_next and _numeric(values) and not column.null_count and not values.null_count:
         numbers, offsets = np.asarray(values.to_numpy(zero_copy_only=False)), column.offsets.to_pylist()
         return lambda row: numbers[offsets[row] : offsets[row + 1]]
     return lambda row: _value(column[row])
