@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp2/audit.jsonl"))
     args = parser.parse_args()
     train(args)
+    dist.barrier()  # gloo's threads let go of the last step's reductions, which none may do once Python has ended
     dist.destroy_process_group()
 
 
