@@ -6,10 +6,10 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from rlk_audit.report import LayoutMismatchError, StepReport
 from rlk_audit.version import __version__
 
 Group = dist.ProcessGroup | None
+Result = TypeVar("Result")
 
 _AGREEMENT_LENGTH = 64
 """int64 that every rank sends to agree; fixed for all versions, so that ranks of different ones can talk."""
@@ -210,7 +211,7 @@ class _PinnedCopy:
         with torch.cuda.stream(stream):
             if work is not None:
                 work.wait()  # the stream waits, not the host
-            self._host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            self._host = torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True)
             self._host.copy_(vector, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(stream)
@@ -256,7 +257,7 @@ def replicas_that_differ(collector: Collector | None, group: Group) -> list[int]
     _, group_size = group_place(group)
     if group_size == 1:
         return []
-    digest = torch.zeros((), dtype=torch.int64) if collector is None else collector.digest()
+    digest = torch.tensor(0, device="cpu") if collector is None else collector.digest()
     # Where the audit has ended there is no collector, and every rank must choose the same backend.
     digest = digest.to(buffer_device(group, torch.device("cpu")))
     spread = torch.stack([digest, -digest])
@@ -297,6 +298,25 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     return values
 
 
+def on_first_rank(work: Callable[[], Result], group: Group = None) -> Result:
+    """Collective: every rank of ``group`` must call this. Work on the first rank alone; every rank returns its result.
+
+    Raises:
+        ValueError, OSError: the first rank's own, on every rank.
+    """
+    told: Any = None
+    if group_place(group)[0] == 0:
+        try:
+            told = work()
+        except (ValueError, OSError) as error:
+            told = error
+    told = gather_objects(told, group)[0]
+    if isinstance(told, Exception):
+        raise told
+    result: Result = told
+    return result
+
+
 def world_group() -> Group:
     """Return the group of all processes; None without a process group."""
     return dist.group.WORLD if is_distributed() else None
@@ -335,7 +355,7 @@ def share_failure(message: str | None, group: Group = None) -> str | None:
     if group_size == 1:
         return message
     origin = -1 if message is None else global_rank()
-    verdict = torch.tensor([message is not None, origin], dtype=torch.int64)
+    verdict = torch.tensor([message is not None, origin], dtype=torch.int64, device="cpu")
     verdict = verdict.to(buffer_device(group, torch.device("cpu")))
     dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
     failed, origin = verdict.tolist()
@@ -423,8 +443,8 @@ def _raise_failures(failure: Exception | None, ranks: list[int], group: Group) -
 
 def _agreement_row(values: dict[str, str], mode: int) -> Tensor:
     hashes = [stable_hash(f"{name}={values[name]}") for name in sorted(values)]
-    row = torch.zeros(_AGREEMENT_LENGTH, dtype=torch.int64)
-    row[: 2 + len(hashes)] = torch.tensor([global_rank(), mode, *hashes])
+    row = torch.zeros(_AGREEMENT_LENGTH, dtype=torch.int64, device="cpu")
+    row[: 2 + len(hashes)] = torch.tensor([global_rank(), mode, *hashes], device="cpu")
     row[-_HOST_WORDS:] = _host_words()
     return row
 

@@ -16,7 +16,7 @@ from rlk_audit.config import AuditConfig
 from rlk_audit.layout import COUNTER_INDEX
 from rlk_audit.measure import FlatTokens, classify
 from rlk_audit.nonfinite import LOG_PROBS, nonfinite_key
-from rlk_audit.ragged import to_float_and_missing
+from rlk_audit.ragged import as_tensor, to_float_and_missing
 from rlk_audit.tokens import TokenBatch, one_per_row
 from rlk_audit.worst import NO_TOKEN
 
@@ -46,7 +46,7 @@ class KeptBatch:
         columns = {"train_log_probs": train}
         given = {name: getattr(batch, name) for name in (*_SAME_SHAPE, *_IDS)}
         given |= {_LABEL + name: codes for name, codes in batch.labels.items()}
-        columns |= {n: one_per_row(n, torch.as_tensor(v), train.shape) for n, v in given.items() if v is not None}
+        columns |= {n: one_per_row(n, as_tensor(v), train.shape) for n, v in given.items() if v is not None}
         columns |= {name: columns[name] != 0 for name in _SAME_SHAPE if name in columns}
         if batch.rollout_log_probs is not None:
             columns["rollout_log_probs"], absent = to_float_and_missing(batch.rollout_log_probs)
@@ -191,10 +191,10 @@ def samples_of(batch: KeptBatch) -> list[Sample]:
         return []
     count = int(numbers.max()) + 1
     abs_dlogp, faulty = (figures[places] for figures in _measure(flat, batch.config))
-    worst = torch.full((count,), NO_TOKEN, dtype=torch.float64).scatter_reduce_(0, numbers, abs_dlogp, "amax")
-    faults = torch.zeros(count, dtype=torch.int64).scatter_add_(0, numbers, faulty.long())
+    worst = abs_dlogp.new_full((count,), NO_TOKEN).scatter_reduce_(0, numbers, abs_dlogp, "amax")
+    faults = numbers.new_zeros(count).scatter_add_(0, numbers, faulty.long())
     # All tokens of a sample have one index, so that it does not matter which is written last.
-    index = torch.zeros(count, dtype=torch.int64).scatter_(0, numbers, _sample_index(flat)[places])
+    index = numbers.new_zeros(count).scatter_(0, numbers, _sample_index(flat)[places])
     columns = zip(index.tolist(), worst.tolist(), faults.tolist(), strict=True)
     return [Sample(batch, number, *figures) for number, figures in enumerate(columns)]
 
@@ -214,7 +214,7 @@ def _response_tokens(flat: Mapping[str, Tensor], row_length: int) -> tuple[Tenso
 
 def _sample_index(flat: Mapping[str, Tensor]) -> Tensor:
     mask = flat["mask"]
-    return flat["sample_index"].long() if "sample_index" in flat else torch.full(mask.shape, -1, dtype=torch.int64)
+    return flat["sample_index"].long() if "sample_index" in flat else torch.full_like(mask, -1, dtype=torch.int64)
 
 
 def _number_samples(row: Tensor, index: Tensor, position: Tensor | None) -> Tensor:
@@ -229,7 +229,7 @@ def _number_samples(row: Tensor, index: Tensor, position: Tensor | None) -> Tens
         begins[1:] |= (index[1:] < 0) & (position[1:] <= position[:-1])
     first = begins.nonzero()[:, 0]
     # A run of tokens without an index is a sample of its own, under a name that no index has.
-    name = torch.where(index[first] >= 0, index[first], -1 - torch.arange(len(first)))
+    name = torch.where(index[first] >= 0, index[first], -1 - torch.arange(len(first), device=first.device))
     number_of_run: Tensor = torch.unique(torch.stack([row[first], name]), dim=1, return_inverse=True)[1]
     return number_of_run[begins.long().cumsum(0) - 1]
 

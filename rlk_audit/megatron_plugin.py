@@ -38,6 +38,7 @@ from rlk_audit.config import AuditConfig, refuse_no_function
 from rlk_audit.evidence import EvidenceBuffer
 from rlk_audit.megatron_groups import ParallelGroups, Replicas, StrictGroup
 from rlk_audit.megatron_groups import resolve_groups as resolve_groups
+from rlk_audit.ragged import as_tensor
 from rlk_audit.report import StepReport
 from rlk_audit.settings import Settings, resolve_settings
 from rlk_audit.settings import add_rlk_args as add_rlk_args
@@ -278,7 +279,7 @@ class MegatronAudit:
     def _updates_since(self, version: int | Values) -> int | Tensor:
         if isinstance(version, int):
             return -1 if version < 0 else self.weight_version - version
-        version = torch.as_tensor(version)
+        version = as_tensor(version)
         return torch.where(version < 0, -1, self.weight_version - version)
 
     def attach(self, rollout_log_probs: Values | None, mask: Values, **fields: Any) -> None:

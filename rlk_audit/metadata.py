@@ -117,7 +117,7 @@ def batch_fields(
     """
 
     def tensor(values: list[int]) -> Tensor:
-        column = torch.tensor(values, dtype=torch.int64)
+        column = torch.tensor(values, dtype=torch.int64, device="cpu")
         return column[:, None] if per_row else column
 
     trainer_version = None if trainer_version is None else operator.index(trainer_version)

@@ -13,6 +13,11 @@ NDArray = np.ndarray[Any, Any]
 Values = Tensor | NDArray | Sequence[Any]
 
 
+def as_tensor(values: Any) -> Tensor:
+    """Return a tensor as it is, all else as one in host memory, whatever torch's default device is."""
+    return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+
+
 def to_float_and_missing(values: Values) -> tuple[Tensor, Tensor | None]:
     """Return (float tensor, where a value was ``None``) of an array or a list; the second is None where none was.
 
@@ -22,7 +27,7 @@ def to_float_and_missing(values: Values) -> tuple[Tensor, Tensor | None]:
     if isinstance(values, Tensor):
         return values, None
     if isinstance(values, np.ndarray) and values.dtype != object:
-        return torch.as_tensor(values), None
+        return as_tensor(values), None
     if len(values) and isinstance(values[0], Tensor):
         if len({getattr(value, "shape", None) for value in values}) > 1:
             raise ValueError("log-probabilities must be in equal rows, got tensors of different shapes")
@@ -30,7 +35,7 @@ def to_float_and_missing(values: Values) -> tuple[Tensor, Tensor | None]:
     try:
         array = np.asarray(values)
         if array.dtype != object:  # a list of whole numbers is meant as log-probabilities all the same
-            return torch.as_tensor(array.astype(np.float64) if array.dtype.kind in "iu" else array), None
+            return as_tensor(array.astype(np.float64) if array.dtype.kind in "iu" else array), None
         missing = array == np.array(None)
         numbers = np.where(missing, 0.0, array).astype(np.float64)
     except (TypeError, ValueError) as error:
@@ -48,7 +53,7 @@ def join_rollout(
     for i in kept:
         length = len(train[i])
         if rollout[i] is None:
-            sample, absent = torch.zeros(length), torch.ones(length, dtype=torch.bool)
+            sample, absent = torch.zeros(length, device="cpu"), _flags(length, True)
         else:
             sample, none_here = to_float_and_missing(rollout[i])
             if sample.dim() != 1:
@@ -56,16 +61,20 @@ def join_rollout(
                     f"rollout_log_probs must be one number or None a token, got the shape {tuple(sample.shape)} for "
                     f"sample {i}"
                 )
-            absent = torch.zeros(length, dtype=torch.bool) if none_here is None else none_here
+            absent = _flags(length, False) if none_here is None else none_here
         values.append(sample)
         missing.append(absent)
     return join(values), join(missing)
 
 
+def _flags(length: int, value: bool) -> Tensor:
+    return torch.full((length,), value, device="cpu")
+
+
 def join(parts: list[Tensor]) -> Tensor:
     """Join 1-D tensors; the widest dtype wins, an empty Python list (float32) never widens the others."""
     filled = [part for part in parts if part.numel()]
-    return torch.cat(filled) if filled else torch.zeros(0)
+    return torch.cat(filled) if filled else torch.zeros(0, device="cpu")
 
 
 def known_id(value: int | None) -> int:
@@ -75,7 +84,7 @@ def known_id(value: int | None) -> int:
 
 def active_count(mask: Values) -> int:
     """Return the active tokens of one mask."""
-    return int((torch.as_tensor(mask) != 0).sum())
+    return int((as_tensor(mask) != 0).sum())
 
 
 def refusal_of(place: int, lengths: Mapping[str, int], sample_index: int | None) -> str:

@@ -8,7 +8,7 @@ batch, and ``Collector.update`` counts and logs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlk_audit.places import Shard, locate, per_sample
 from rlk_audit.ragged import Values as Values
-from rlk_audit.ragged import active_count, join, join_rollout, known_id, refusal_of, to_float_and_missing
+from rlk_audit.ragged import active_count, as_tensor, join, join_rollout, known_id, refusal_of, to_float_and_missing
 
 PerToken = Values | int | None
 
@@ -319,7 +319,7 @@ class _Places:
         """Return whether a value is one a sequence: [samples]."""
         if value is None or isinstance(value, int):
             return False
-        return tuple(torch.as_tensor(value).shape) == (self.samples,)
+        return tuple(as_tensor(value).shape) == (self.samples,)
 
     def batch(
         self,
@@ -421,7 +421,7 @@ def _refuse_unequal_pack(
         return None
     told = ", ".join(f"{name} {length}" for name, length in lengths.items())
     named = "" if sample_index is None else f" (sample_index {_shown(sample_index)})"
-    active = torch.as_tensor(mask)
+    active = as_tensor(mask)
     return TokenBatch(
         train.new_zeros(0),
         None,
@@ -442,7 +442,7 @@ def _shown(sample_index: PerToken) -> str:
     """Show ids without reading a device tensor on the host."""
     if isinstance(sample_index, Tensor) and sample_index.device.type != "cpu":
         return "on the device"
-    values = torch.as_tensor(sample_index).reshape(-1).tolist()
+    values = as_tensor(sample_index).reshape(-1).tolist()
     return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")
 
 
@@ -471,11 +471,11 @@ def _join_samples(
         indices = per_sample.get("sample_index")
         refusal = refusal or refusal_of(i, lengths, None if indices is None else indices[i])
     rollout, missing = join_rollout(train, given.get("rollout_log_probs"), kept)
-    lengths_kept = torch.tensor([len(train[i]) for i in kept], dtype=torch.int64)
-    total = int(lengths_kept.sum())
+    lengths_kept = _integers(len(train[i]) for i in kept)
+    everywhere = torch.ones(int(lengths_kept.sum()), dtype=torch.bool, device="cpu")
 
     def spread(values: Sequence[int | None]) -> Tensor:
-        return torch.tensor([known_id(values[i]) for i in kept], dtype=torch.int64).repeat_interleave(lengths_kept)
+        return _integers(known_id(values[i]) for i in kept).repeat_interleave(lengths_kept)
 
     scores = [to_float_and_missing(train[i]) for i in kept]
     if any(absent is not None for _, absent in scores):
@@ -484,22 +484,26 @@ def _join_samples(
     ids: dict[str, Any] = {name: spread(values) for name, values in per_sample.items() if values is not None}
     for name in _TOKEN_COLUMNS:
         if name in given:
-            ids[name] = join([torch.as_tensor(given[name][i]) for i in kept])
+            ids[name] = join([as_tensor(given[name][i]) for i in kept])
     return TokenBatch(
         join([values for values, _ in scores]),
         rollout,
-        join([torch.as_tensor(given["mask"][i]) != 0 for i in kept]) if "mask" in given else torch.ones(total),
-        valid=torch.ones(total, dtype=torch.bool),
+        join([as_tensor(given["mask"][i]) != 0 for i in kept]) if "mask" in given else everywhere,
+        valid=everywhere,
         rollout_missing=missing,
-        token_position=join([torch.arange(len(train[i])) for i in kept]),
+        token_position=join([torch.arange(len(train[i]), device="cpu") for i in kept]),
         labels={name: spread(codes) for name, codes in labels.items()},
         **ids,
-        whole_slots=None if slots is None else torch.tensor([known_id(slots[i]) for i in kept], dtype=torch.int64),
+        whole_slots=None if slots is None else _integers(known_id(slots[i]) for i in kept),
         refused_samples=len(train) - len(kept),
         refused_active=refused_active,
         refused_total=refused_total,
         refusal=refusal,
     )
+
+
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
 
 
 _TOKEN_COLUMNS = ("token_ids", "rollout_token_ids")

@@ -177,6 +177,11 @@ def test_what_takes_no_contiguous_tensors_is_given_them(kernel: str) -> None:
     wide[:, ::2] = rollout.t()
     strided.update(train.t().requires_grad_(), wide[:, ::2], mask)
     assert_equal_states(plain, strided)
+    negated = Collector()
+    values = torch.view_as_real(torch.complex(torch.zeros(30, 20), -train.t()).conj())[..., 1]
+    assert values.is_neg(), "a view that has yet to be negated"
+    negated.update(values, rollout.t(), mask)
+    assert_equal_states(plain, negated)
 
 
 def test_the_default_is_numba_on_a_cpu_and_the_reference_elsewhere() -> None:
@@ -210,6 +215,28 @@ def test_no_step_waits_for_a_compilation() -> None:
                 fields = batch(count, seed, dtype, optional)
                 other.update(**fields | {"labels": {"engine": 1}})
     assert {name: list(f.signatures) for name, f in functions.items()} == compiled
+
+
+CACHED = """
+import torch, rlk_audit.measure
+rlk_audit.measure.ZERO_FILL_TRAIN_LOGP = {bound}
+from rlk_audit import AuditConfig, Collector
+from rlk_audit.kernels import numba_cpu
+collector = Collector(AuditConfig(kernel="numba"))
+collector.update(torch.tensor([-0.5, -3.0]), torch.zeros(2), torch.ones(2))
+hits = [sum(function.stats.cache_hits.values()) for function in vars(numba_cpu).values() if hasattr(function, "stats")]
+print(collector.compute().warnings.get("zero_fill_suspect"), sum(hits) > 0)
+"""
+
+
+def test_a_constant_of_another_module_is_never_stale_in_the_cache(tmp_path: Path) -> None:
+    """Compiled code holds the constants' values, and numba only sees whether its own file has changed."""
+    told = []
+    for bound in (-1.0, -0.1, -1.0):
+        command = [sys.executable, "-c", CACHED.format(bound=bound)]
+        own = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        told.append(subprocess.run(command, capture_output=True, text=True, timeout=120, env=own).stdout.split())
+    assert told == [["1", "False"], ["2", "False"], ["1", "True"]]
 
 
 def test_an_unknown_kernel_is_refused() -> None:

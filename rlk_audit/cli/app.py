@@ -16,7 +16,7 @@ from rlk_audit.cli.live import watch_log
 from rlk_audit.cli.streams import (
     PipeConsole,
     progress_bars,
-    refuse_place,
+    refuse_places,
     show,
     tell,
     to_the_end_of_a_pipe,
@@ -101,8 +101,7 @@ def report(
     with _refusals(), launched_group() as group:
         if html is not None and str(html) in ("-", json_file):
             raise ValueError(f"--html needs a file of its own, got {html}")
-        refuse_place("--json", json_file)
-        refuse_place("--html", html)
+        refuse_places({"--json": json_file, "--html": html}, group)
         texts = TokenTexts(tokenizer)
         view = _view(paths, format, Asked(by, exact, texts), allow_pickle, group)
         if group_place(group)[0]:
@@ -185,7 +184,7 @@ def diagnose(
 ) -> None:
     """Name what made the drift, by ranges of steps, with its evidence and what to check first."""
     with _refusals(), launched_group() as group:
-        refuse_place("--json", json_file)
+        refuse_places({"--json": json_file}, group)
         view = _view(paths, format, Asked(), allow_pickle, group)
         if group_place(group)[0]:
             return

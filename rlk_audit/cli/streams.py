@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rlk_audit.allreduce import Group, group_place
+from rlk_audit.allreduce import Group, group_place, on_first_rank
 from rlk_audit.cli import tables
 
 WIDTH = 140
@@ -71,12 +71,20 @@ def tell(sentence: str) -> None:
     print(tables.plain_text(sentence), file=sys.stderr)
 
 
-def refuse_place(option: str, file: str | Path | None) -> None:
-    """Refuse a file that cannot be written where it is to be, before the work that would fill it.
+def refuse_places(files: Mapping[str, str | Path | None], group: Group) -> None:
+    """Collective: every rank must call this. Refuse what the first rank cannot write, before the work that would fill it.
+
+    Args:
+        files: option -> the file it names, None where it is not given.
+        group: whose first rank writes.
 
     Raises:
-        ValueError: its folder does not exist, or it is a folder itself.
+        ValueError: a file's folder does not exist, or it is a folder itself.
     """
+    on_first_rank(lambda: [_refuse_place(option, file) for option, file in files.items()], group)
+
+
+def _refuse_place(option: str, file: str | Path | None) -> None:
     if file is None or file == "-":
         return
     if not Path(file).parent.is_dir():

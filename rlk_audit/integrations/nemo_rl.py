@@ -22,6 +22,7 @@ from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig, as_config, refuse_no_function
 from rlk_audit.integrations.set_up import driver_auditor, needed
 from rlk_audit.metrics import TOKEN_WARNINGS
+from rlk_audit.ragged import as_tensor
 from rlk_audit.report import StepReport
 from rlk_audit.settings import resolve_settings
 from rlk_audit.sinks import Sink
@@ -227,16 +228,16 @@ class AuditedLogger:
 
 def logged_batch(logged: Mapping[str, Any]) -> TokenBatch:
     """Return the batch that NeMo-RL logs; it has other names for what its loss functions are given."""
-    train, mask, kept = map(_tensor, needed(logged, "prev_logprobs", "token_loss_mask", "sample_loss_mask"))
+    train, mask, kept = map(as_tensor, needed(logged, "prev_logprobs", "token_loss_mask", "sample_loss_mask"))
     rollout = logged.get("generation_logprobs")
     named = {
         "input_ids": logged.get("token_ids"),
         "token_mask": mask,
         "sample_mask": kept,
-        "generation_logprobs": None if rollout is None else _tensor(rollout),
+        "generation_logprobs": None if rollout is None else as_tensor(rollout),
         "input_lengths": logged.get("input_lengths"),
     }
-    index = torch.arange(len(mask))
+    index = torch.arange(len(mask), device=mask.device)
     return sequences_batch(train[:, 1:], named, sample_index=index, sample_slot=index)
 
 
@@ -260,10 +261,10 @@ def sequences_batch(train: Any, data: Mapping[str, Any], **fields: Any) -> Token
     column = torch.arange(width, device=response.device)
     start = torch.where(response.any(1), response.long().argmax(1), width)
     if data.get("input_lengths") is not None:
-        length = _tensor(data["input_lengths"]).to(response.device)[:, None]
+        length = as_tensor(data["input_lengths"]).to(response.device)[:, None]
         fields["valid"] = (column >= start[:, None]) & (column + 1 < length)
     if data.get("input_ids") is not None:
-        fields["token_ids"] = _tensor(data["input_ids"])[:, 1:]
+        fields["token_ids"] = as_tensor(data["input_ids"])[:, 1:]
     return TokenBatch.from_padded(
         train,
         None if rollout is None else rollout[:, 1:],
@@ -271,7 +272,3 @@ def sequences_batch(train: Any, data: Mapping[str, Any], **fields: Any) -> Token
         response_start=start,
         **fields,
     )
-
-
-def _tensor(values: Any) -> Tensor:
-    return torch.as_tensor(values)

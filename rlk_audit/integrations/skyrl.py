@@ -101,7 +101,7 @@ def batch_of(batch: Any) -> TokenBatch:
         mask,
         response_start=width - (response != 0).sum(1),
         valid=response,
-        sample_index=torch.arange(samples),
-        sample_slot=torch.arange(samples),
+        sample_index=torch.arange(samples, device=train.device),
+        sample_slot=torch.arange(samples, device=train.device),
         token_ids=None if sequences is None else sequences[:, -width:],
     )

@@ -45,8 +45,10 @@ class Rollout:
             return {}
         names = [name.removeprefix(KEY_PREFIX) for name in self.metadata]
         (part,) = partition_metadata(self.metadata, [known], names)
-        slots = {} if self.slots is None else {"sample_slot": torch.tensor([int(self.slots[row]) for row in known])}
-        return batch_fields(part, config) | slots
+        fields = batch_fields(part, config)
+        if self.slots is not None:
+            fields["sample_slot"] = torch.tensor([int(self.slots[row]) for row in known], device="cpu")
+        return fields
 
 
 @dataclass(frozen=True)

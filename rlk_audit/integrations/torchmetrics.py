@@ -160,7 +160,7 @@ class DlogpAudit(Metric):
 
         A tensor, since some stores of states hold nothing else.
         """
-        return torch.tensor(list(json.dumps(self._meaning()).encode()), dtype=torch.uint8)
+        return torch.tensor(list(json.dumps(self._meaning()).encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
         """Do nothing: settings are those of the code, and a state of others was refused."""

@@ -58,8 +58,8 @@ def token_batch(data: DataProto) -> TokenBatch:
         None if is_bypassed(data) else rollout,
         attention if mask is None else mask,
         valid=attention,
-        sample_index=torch.arange(samples)[:, None],
-        token_position=torch.arange(length),
+        sample_index=torch.arange(samples, device=train.device)[:, None],
+        token_position=torch.arange(length, device=train.device),
         token_ids=responses,
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlk_audit import breakdowns, samples, sketch
 from rlk_audit.config import AUTO, TOKEN_CLASSES, AuditConfig
 from rlk_audit.exact_sum import FRACTION_BITS, SIGNED_SLOTS, UNSIGNED_SLOTS
-from rlk_audit.layout import COUNTER_INDEX, SUM_OFFSETS, StateLayout, breakdown_field
+from rlk_audit.layout import COUNTER_INDEX, SUM_OFFSETS, StateLayout, breakdown_field, stable_hash
 from rlk_audit.measure import K3_SERIES, K3_SERIES_BELOW, LN2, SQUARE_OVERFLOW, ZERO_FILL_TRAIN_LOGP, FlatTokens
 from rlk_audit.state import State
 from rlk_audit.worst import NO_TOKEN
@@ -31,16 +31,6 @@ Ints = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _compiled(function: Function, **more: Any) -> Function:
-    """Compile at the first call. Arithmetic stays IEEE 754's: no reordering, no fused multiply-add, 1/0 is infinite."""
-    options: dict[str, Any] = {"error_model": "numpy", "nogil": True} | more
-    try:
-        compiled: Function = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder that the cache could be written to
-        compiled = numba.njit(**options)(function)
-    return compiled
 
 
 # Rows of the float64 buffer.
@@ -102,13 +92,30 @@ _PART_BITS, _ROW, _TAIL, _HIGH, _LOW = (
 )
 _EDGES = np.array(breakdowns.CONFIDENCE_LOGS)
 _SAMPLE_ROW = samples.ROW_LENGTH
+_MIN_EXPONENT, _MAX_EXPONENT = sketch.MIN_EXPONENT, sketch.MAX_EXPONENT
+_BIAS, _KEY_BITS = sketch.BIAS, sketch.MANTISSA_BITS
+
+_CONSTANTS = {name: value for name, value in globals().items() if isinstance(value, (float, int, np.generic))}
+_STAMP = f"_{abs(stable_hash(repr(_CONSTANTS))):x}"
+"""Constants are compiled into the functions, and numba's cache knows the text of this file alone."""
+
+
+def _compiled(function: Function, **more: Any) -> Function:
+    """Compile at the first call. Arithmetic stays IEEE 754's: no reordering, no fused multiply-add, 1/0 is infinite."""
+    function.__qualname__ += _STAMP  # names the file in the cache
+    options: dict[str, Any] = {"error_model": "numpy", "nogil": True} | more
+    try:
+        compiled: Function = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder that the cache could be written to
+        compiled = numba.njit(**options)(function)
+    return compiled
 
 
 def measure(tokens: FlatTokens, layout: StateLayout, state: State) -> tuple[Tensor, Tensor]:
     """Add tokens to ``state``; see ``measure.measure``, whose every bit it gives."""
     count = tokens.train.numel()
     fields, buffers = _Fields.of(layout, state), _Buffers.of(min(CHUNK, count))
-    magnitude, compared = torch.empty(count, dtype=torch.float64), torch.empty(count, dtype=torch.bool)
+    magnitude, compared = (torch.empty(count, dtype=kind, device="cpu") for kind in (torch.float64, torch.bool))
     arrays = _Arrays.of(tokens, magnitude, compared)
     for start in range(0, count, CHUNK):
         _measure_chunk(arrays, start, min(start + CHUNK, count), layout.config, fields, buffers)
@@ -120,9 +127,9 @@ def compile_all() -> None:
     layout = StateLayout(
         AuditConfig.from_dict({"breakdowns": {"engine": 1, "confidence": AUTO}, "samples_per_step": 1})
     )
-    place, yes = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
+    place, yes = torch.tensor([0], device="cpu"), torch.tensor([True], device="cpu")
     for dtype in (torch.float32, torch.float64):
-        zero = torch.zeros(1, dtype=dtype)
+        zero = torch.zeros(1, dtype=dtype, device="cpu")
         tokens = FlatTokens(zero, zero, yes, yes, yes, {"engine": place}, place)
         measure(tokens, layout, State.empty(layout, zero.device))
 
@@ -193,7 +200,7 @@ class _Buffers(NamedTuple):
 
     @classmethod
     def of(cls, length: int) -> _Buffers:
-        rows = torch.empty(6, length + _PAD, dtype=torch.float64)
+        rows = torch.empty(6, length + _PAD, dtype=torch.float64, device="cpu")
         floats = np.empty((8, length + _PAD), dtype=np.float32)
         return cls(rows, rows.numpy(), floats, floats.view(np.uint32), np.empty(length + 1, dtype=np.int64))
 
@@ -235,7 +242,7 @@ def _measure_chunk(
 
 def _full(values: Tensor) -> npt.NDArray[Any]:
     """Return values as a contiguous array: one value may be expanded to all tokens."""
-    array: npt.NDArray[Any] = values.contiguous().numpy()
+    array: npt.NDArray[Any] = values.contiguous().numpy(force=True)
     return array
 
 
@@ -397,9 +404,9 @@ def _add_product(slots: Ints, at: np.uint64, left: np.uint64, right: np.uint64) 
 def _distance(bits: np.uint64, grouping_power: int) -> int:
     """Return how many bins a float32 lies from zero, see ``sketch.bin_index``."""
     magnitude = np.int64(bits & _MAGNITUDE_MASK)
-    lowest_key = (sketch.MIN_EXPONENT + sketch.BIAS) << grouping_power
-    bins = (sketch.MAX_EXPONENT - sketch.MIN_EXPONENT) << grouping_power
-    above = (magnitude >> (sketch.MANTISSA_BITS - grouping_power)) - (lowest_key - 2)
+    lowest_key = (_MIN_EXPONENT + _BIAS) << grouping_power
+    bins = (_MAX_EXPONENT - _MIN_EXPONENT) << grouping_power
+    above = (magnitude >> (_KEY_BITS - grouping_power)) - (lowest_key - 2)
     return int(min(max(above, 1), bins + 2) * (magnitude != 0))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlk_audit.allreduce import Group, gather_objects, group_place
+from rlk_audit.allreduce import Group, gather_objects, group_place, on_first_rank
 from rlk_audit.config import AuditConfig
 from rlk_audit.dumps import files
 from rlk_audit.dumps.sample import DumpError, DumpPart, ReadOptions
@@ -101,16 +101,10 @@ def audit_dump(
 
 def _find(paths: Sequence[Path], format: str, reading: Reading, group: Group) -> list[DumpPart]:
     """Find the parts on the first rank, for all: files may come while others look."""
-    found: list[DumpPart] | str = []
-    if group_place(group)[0] == 0:
-        try:
-            found = files.find(paths, format, tell=reading.tell)
-        except (DumpError, OSError) as error:
-            found = str(error)
-    shared: list[DumpPart] | str = gather_objects(found, group)[0]
-    if isinstance(shared, str):
-        raise DumpError(shared)
-    return shared
+    try:
+        return on_first_rank(lambda: files.find(paths, format, tell=reading.tell), group)
+    except OSError as error:
+        raise DumpError(str(error)) from error
 
 
 def _scan(parts: list[DumpPart], reading: Reading, progress: Progress, group: Group) -> list[Any]:

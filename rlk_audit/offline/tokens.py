@@ -144,7 +144,7 @@ class Tokens:
             torch.from_numpy(self.train),
             torch.from_numpy(self.rollout),
             torch.from_numpy(self.active),
-            torch.ones(len(self), dtype=torch.bool),
+            torch.ones(len(self), dtype=torch.bool, device="cpu"),
             torch.from_numpy(self.missing),
             sample_index=torch.from_numpy(np.repeat(self.sample_index, self.lengths)),
             sample_slot=torch.from_numpy(np.repeat(self.slots, self.lengths)),
