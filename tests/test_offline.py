@@ -432,6 +432,9 @@ def test_samples_of_no_tokens_and_of_unequal_arrays(tmp_path: Path) -> None:
     assert view.whole.metrics["active_token_count"] == 5 + 2 + 3
     assert view.steps[0].metrics["sample_count"] == 6
     assert view.sample_means is not None and len(view.sample_means) == 2
+    (told,) = (note for note in view.notes if "refused" in note)
+    assert told.startswith("refused samples, whose arrays differ in length: 2, the first is sample 3 of ")
+    assert told.endswith("a.jsonl (sample_index 2): train_log_probs 2, rollout_log_probs 1, mask 2")
 
 
 def test_nothing_compared(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import dump_writers
 import numpy as np
+import offline_views
 import oracle
 import pytest
 from dump_writers import KEEPS_MISSING, NONFINITE_IS_NULL, WRITERS, Given
@@ -148,6 +150,32 @@ def test_samples_that_were_kept_are_those_of_the_files(
     some, fewer = looked_at(8 * size_of_one)
     assert some == whole
     assert parts <= fewer <= readings * parts and (parts == 1 or parts < fewer < readings * parts)
+
+
+@pytest.mark.parametrize("kind", ["none", "texts", "a text a token", "long names"])
+def test_no_sample_takes_more_memory_than_is_counted(kind: str, tmp_path: Path) -> None:
+    """A bound on what is kept means nothing where a log's labels outgrow it unseen."""
+    many = [
+        {
+            "none": None,
+            "texts": {"engine": f"{index}" * 900},
+            "a text a token": {"turn": [f"turn {index} {token} {'x' * 90}" for token in range(64)]},
+            "long names": {f"{index}" * 900: "a"},
+        }[kind]
+        for index in range(300)
+    ]
+    path = offline_views.write(tmp_path / "a.jsonl", [offline_views.steady(i, 64, labels=labels) for i, labels in enumerate(many)])
+    reading = plan.Reading(PICKLES)
+    (part,) = files.find([path], tell=reading.tell)
+    sum(1 for _ in reading.samples(part))  # what is made once and stays
+    tracemalloc.start()
+    try:
+        plan.scan(part, reading)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken <= reading.kept_bytes < 3 * taken
+    assert len(reading.kept[part]) == 300
 
 
 # --- what else is looked at -----------------------------------------------------------------------------------------

@@ -42,6 +42,27 @@ def run(dumps: Path, out: Path, size: int) -> None:
     assert result.returncode == 0, result.stderr[-4000:]
 
 
+def command_line(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(JOB.parents[1])}
+    command = [*launcher, "-m", "rlk_audit", *map(str, arguments)]
+    return subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=200)
+
+
+def test_a_comparison_is_told_once(dumps: Path) -> None:
+    told = command_line("compare", dumps / "plain", dumps / "one part")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("permutation test p =") == 1
+
+
+def test_a_place_that_the_first_process_cannot_write_ends_all(dumps: Path, tmp_path: Path) -> None:
+    """Only the first one writes, and the folder may be there for it alone: another machine's word counts nothing."""
+    told = command_line("report", dumps / "plain", "--json", tmp_path / "none" / "a.json")
+    assert told.returncode != 0
+    assert told.stdout == ""
+    assert f"there is no folder {tmp_path / 'none'}; make it" in told.stderr
+
+
 def test_one_two_and_four_processes_say_the_same(dumps: Path, tmp_path: Path) -> None:
     for size in (1, 2, 4):
         run(dumps, tmp_path, size)

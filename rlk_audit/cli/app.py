@@ -165,8 +165,10 @@ def compare(
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Set two runs or dumps side by side, and say whether they differ by more than chance."""
-    with _refusals():
-        views = [_view([path], format, Asked(), allow_pickle, None) for path in (a, b)]
+    with _refusals(), launched_group() as group:
+        views = [_view([path], format, Asked(), allow_pickle, group) for path in (a, b)]
+        if group_place(group)[0]:
+            return
         shared = None
         if all(view.sample_means is not None for view in views):  # neither is a log
             shared = shared_tokens([a], [b], format, ReadOptions(allow_pickle))

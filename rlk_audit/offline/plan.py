@@ -11,7 +11,7 @@ from rlk_audit.config import BUILT_IN_BREAKDOWNS, AuditConfig
 from rlk_audit.dumps import files
 from rlk_audit.dumps.sample import DumpError, DumpPart, DumpSample, Problem, ReadOptions
 from rlk_audit.offline.labels import LabelCounts, LabelNames, choose_labels
-from rlk_audit.offline.tokens import memory_of, owned
+from rlk_audit.offline.tokens import is_whole, lengths, memory_of, owned
 
 Step = int | None
 Progress = Callable[[str, int, int], None]
@@ -32,11 +32,15 @@ class PartScan:
     Attributes:
         samples, tokens: by step.
         labels: tokens by the names of each label.
+        refused: samples whose arrays differ in length.
+        first_refused: which is the first of them, and the lengths.
     """
 
     samples: Counter[Step] = field(default_factory=Counter)
     tokens: Counter[Step] = field(default_factory=Counter)
     labels: LabelCounts = field(default_factory=LabelCounts)
+    refused: int = 0
+    first_refused: str | None = None
 
 
 @dataclass
@@ -90,6 +94,9 @@ def scan(part: DumpPart, reading: Reading) -> PartScan:
         found.samples[step] += 1
         found.tokens[step] += len(sample)
         found.labels.add(sample)
+        if not is_whole(sample):
+            found.refused += 1
+            found.first_refused = found.first_refused or _named(part, step, found.samples.total(), sample)
         size += memory_of(sample)
         if size > KEPT_BYTES:
             kept = None
@@ -99,6 +106,13 @@ def scan(part: DumpPart, reading: Reading) -> PartScan:
         reading.kept[part] = kept
         reading.kept_bytes = size
     return found
+
+
+def _named(part: DumpPart, step: Step, number: int, sample: DumpSample) -> str:
+    known = {"step": -1 if step is None else step, "sample_index": sample.sample_index}
+    ids = ", ".join(f"{name} {value}" for name, value in known.items() if value >= 0)
+    told = ", ".join(f"{name} {length}" for name, length in lengths(sample).items())
+    return f"sample {number} of {part.paths[0]}{ids and f' ({ids})'}: {told}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +154,9 @@ class Plan:
             counts.merge(found.labels)
             samples.update(found.samples)
         labels, notes = choose_labels(counts, asked)
+        if refused := sum(found.refused for found in scans):
+            first = next(found.first_refused for found in scans if found.first_refused)
+            notes.append(f"refused samples, whose arrays differ in length: {refused:,}, the first is {first}")
         largest = max(samples.values(), default=0)
         if largest > MAX_SAMPLES:
             notes.append(f"without figures of samples: a step has {largest}, more than {MAX_SAMPLES}")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from sys import getsizeof
 from typing import Any
 
 import numpy as np
@@ -207,7 +208,13 @@ def memory_of(sample: DumpSample) -> int:
     """Return about how many bytes a sample takes that owns its arrays."""
     arrays = [getattr(sample, name) for name in ("train_log_probs", *_PER_TOKEN)]
     numbers: int = sum(array.nbytes for array in arrays if array is not None)
-    return 1024 + numbers + 64 * sum(len(label) for label in sample.labels.values() if label is not None)
+    return 1024 + numbers + sum(getsizeof(key) + _label_memory(label) for key, label in sample.labels.items())
+
+
+def _label_memory(label: str | Sequence[str] | None) -> int:
+    if label is None or isinstance(label, str):
+        return getsizeof(label)
+    return getsizeof(label) + sum(map(getsizeof, label))
 
 
 def is_whole(sample: DumpSample) -> bool:
