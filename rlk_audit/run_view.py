@@ -93,6 +93,7 @@ class RunView:
         problems: what of the source could not be read, one sentence each.
         notes: remarks on the source, such as its format and labels that it holds.
         sample_means: float64 [samples], mean abs(dlogp) of each sample, by step; None where tokens were not read.
+        replaced: reports in whose place a later one of the same step stands, in the order in which they came.
     """
 
     title: str
@@ -104,6 +105,7 @@ class RunView:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     sample_means: npt.NDArray[np.float64] | None = None
+    replaced: tuple[StepReport, ...] = ()
 
     @property
     def whole(self) -> StepReport:

@@ -135,6 +135,17 @@ def test_check_in_a_script(tmp_path: Path) -> None:
     assert result.stderr.strip() == "error: missing.jsonl does not exist"
 
 
+@pytest.mark.parametrize("command", [["report"], ["report", "--json", "-"], ["check", "--limit", "abs_dlogp_p99=0.5"]])
+def test_a_full_disk_is_told_in_a_sentence(command: list[str], tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl", count=2)
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(
+            [*MODULE, command[0], path, *command[1:]],
+            env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
+        )  # fmt: skip
+    assert (told.returncode, told.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
 def test_check_of_several_and_relative_limits(tmp_path: Path) -> None:
     path = log(tmp_path / "a.jsonl", *(report(step, 0.1 if step < 30 else 0.9) for step in range(31)))
     assert rlk("check", path, "--limit", "abs_dlogp_max<=1", "--limit", "abs_dlogp_max>=0.05").exit_code == 0
@@ -149,6 +160,16 @@ def test_check_by_a_median_of_too_few_steps_is_no_pass(tmp_path: Path) -> None:
     path = log(tmp_path / "a.jsonl", *map(report, range(15)))
     result = rlk("check", path, "--limit", "abs_dlogp_max=3x_median_20", "--limit", "abs_dlogp_p99=1")
     assert result.exit_code == 2 and "abs_dlogp_max cannot be judged, for a median needs 20 steps" in result.stdout
+
+
+def test_a_failure_that_a_later_report_replaced_is_no_pass(tmp_path: Path) -> None:
+    """A run that failed and began anew: which of the two weights are those of the step, a log cannot say."""
+    path = log(tmp_path / "a.jsonl", report(1, 0.1), report(2, 0.9), report(3, 0.1), report(2, 0.1), report(3, 0.1))
+    result = rlk("check", path, "--limit", "abs_dlogp_max=0.5")
+    assert result.exit_code == 2
+    assert "replaced 1 failed, first that of step 2: abs_dlogp_max is 0.9, must be <= 0.5" in result.stdout
+    assert rlk("check", path, "--limit", "abs_dlogp_max=1").exit_code == 0
+    assert "reports that a later one of their step replaces, as after a restart: 2" in rlk("report", path).stdout
 
 
 def test_check_by_a_baseline(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from rlk_audit.evidence import EvidenceBuffer
 
 PACKAGE = Path(rlk_audit.__file__).parent
 MAKERS = {
-    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
-    "randperm", "scalar_tensor", "tensor", "zeros",
+    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 }  # fmt: skip
 TRAIN, ROLLOUT = [[-0.5, -1.0], [-2.0, -0.25, -3.0]], [[-0.5, -1.5], [-2.0, None, -1.0]]
 

@@ -63,7 +63,8 @@ B07_SCALED = [-0.20806, -0.20806, -1.87473, -0.20806, -3.54139, -0.20806]
 def test_b07_the_two_temperature_signatures_are_told_apart() -> None:
     raw = of_lists([B07_SCALED], [B07_RAW])[0]
     assert (raw.code, raw.evidence["kind"]) == ("temperature", "other temperature")
-    assert raw.evidence["temperature_ratio"] == pytest.approx(1 / 0.6, rel=1e-3)
+    assert raw.evidence["temperature_ratio_least"] == pytest.approx(1 / 0.6, rel=1e-3)
+    assert raw.evidence["temperature_ratio_most"] == pytest.approx(1 / 0.6, rel=1e-3)
     divided = of_lists([B07_SCALED], [[value / 0.6 for value in B07_RAW]])[0]
     assert (divided.code, divided.evidence["kind"]) == ("temperature", "log-probs divided, train scaled")
     exact = of_lists([B07_RAW], [[value / 0.6 for value in B07_RAW]])[0]
@@ -257,6 +258,9 @@ def test_a_temperature_obeys_one_ratio_and_moved_weights_do_not(temperature: flo
     raw = contexts()
     found = of_sampled(raw, normalised(raw / temperature))[0]
     assert (found.code, found.evidence["kind"]) == ("temperature", "other temperature")
+    least, most = (found.evidence[f"temperature_ratio_{bound}"] for bound in ("least", "most"))
+    assert least <= temperature <= most < 3 * least
+    assert f"temperature were {least:.2f} to {most:.2f} times the trainer's" in found.summary
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -476,6 +480,7 @@ def test_a_report_alone_tells_what_it_can() -> None:
     found = diagnose(report)
     assert (codes(found), found[0].evidence["where"]) == (["stale_weights"], "engine=e2")
     assert codes(diagnose(StepReport.from_dict(report.to_dict()))) == ["stale_weights"]
+    assert found[0].summary.endswith("(by the step's figures alone; a diagnosis of its tokens says more)")
     strangers = samples(seed=1)[1]
     assert codes(diagnose(report_of(listed(train), listed(strangers)))) == ["misaligned"]
     assert codes(diagnose(Collector(AuditConfig()).compute())) == ["nothing_compared"]

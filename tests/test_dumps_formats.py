@@ -575,5 +575,22 @@ def test_cells_of_parquet_are_those_of_each_row(
         assert cells["train_log_probs"].dtype == np.float32
         assert cells["mask"].dtype == np.bool_
     assert isinstance(found[8]["token_ids"], np.ma.MaskedArray)
-    part = table_parquet._cells(pa.array([row["train_log_probs"] for row in rows], listed(pa.float32())).slice(2, 5))
-    assert [part(row).tolist() for row in range(5)] == [row["train_log_probs"] for row in rows[2:7]]
+
+
+@pytest.mark.parametrize("list_type", ["list_", "large_list", "list_view", "large_list_view"])
+def test_cells_of_a_part_of_a_column(list_type: str) -> None:
+    """A view's lists may lie anywhere, so that one need not end where the next begins."""
+    pa = pytest.importorskip("pyarrow")
+    if not hasattr(pa, list_type):
+        pytest.skip("this pyarrow has no list views")
+    lists = [[-0.5 * row] * (row % 4) for row in range(10)]
+    columns = [pa.array(lists, getattr(pa, list_type)(pa.float32()))]
+    if "view" in list_type:
+        kind = pa.ListViewArray if list_type == "list_view" else pa.LargeListViewArray
+        whole = pa.array(range(20), pa.float32())
+        backwards = [list(range(2 * row, 2 * row + row % 3)) for row in reversed(range(10))]
+        sizes = [len(one) for one in backwards]
+        columns.append(kind.from_arrays([2 * row for row in reversed(range(10))], sizes, whole))
+    for column, expected in zip(columns, (lists, backwards) if len(columns) > 1 else (lists,), strict=True):
+        part = table_parquet._cells(column.slice(2, 5))
+        assert [np.asarray(part(row)).tolist() for row in range(5)] == expected[2:7]

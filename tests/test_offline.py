@@ -344,6 +344,15 @@ def test_many_steps_are_diagnosed_evenly(tmp_path: Path, monkeypatch: pytest.Mon
     assert "3 of 7 steps were diagnosed, evenly spaced" in view.notes
 
 
+def test_tokens_that_were_not_diagnosed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", [steady(index, 200, step=index % 2) for index in range(24)])
+    assert not any("diagnosed" in note for note in view_of(path).notes)
+    monkeypatch.setattr(run, "DIAGNOSED_TOKENS", 1500)
+    view = view_of(path)
+    assert "of a step, about 1,500 tokens were diagnosed at most" in view.notes
+    assert view.steps[0].findings[0].evidence["tokens"] == 1600
+
+
 # --- labels ---------------------------------------------------------------------------------------------------------
 
 

@@ -164,7 +164,9 @@ def test_no_sample_takes_more_memory_than_is_counted(kind: str, tmp_path: Path) 
         }[kind]
         for index in range(300)
     ]
-    path = offline_views.write(tmp_path / "a.jsonl", [offline_views.steady(i, 64, labels=labels) for i, labels in enumerate(many)])
+    path = offline_views.write(
+        tmp_path / "a.jsonl", [offline_views.steady(i, 64, labels=labels) for i, labels in enumerate(many)]
+    )
     reading = plan.Reading(PICKLES)
     (part,) = files.find([path], tell=reading.tell)
     sum(1 for _ in reading.samples(part))  # what is made once and stays

@@ -77,6 +77,8 @@ def test_the_later_of_two_reports_of_a_step_stands(tmp_path: Path) -> None:
     view = read_run_logs([path])
     assert steps(view) == [None, None, 2, 3]
     assert view.steps[2].metrics["abs_dlogp_max"] == pytest.approx(0.5)
+    assert [(one.step, one.metrics["abs_dlogp_max"]) for one in view.replaced] == [(2, pytest.approx(0.1))]
+    assert view.notes == ("reports that a later one of their step replaces, as after a restart: 1",)
 
 
 def test_parts_that_were_moved_aside_are_read_in_order(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +58,7 @@ AllowPickle = Annotated[
 ]
 By = Annotated[
     list[str] | None,
-    typer.Option("--by", metavar="LABEL", help="Break down by this label alone; repeat for more. Else by all."),
+    typer.Option("--by", metavar="LABEL", help="Of the dump's labels, break down by this one alone; repeat for more."),
 ]
 
 
@@ -143,11 +143,10 @@ def check(
         if not config.limits and not bounds:
             raise ValueError("check needs --limit, --contract or --baseline")
         # A dump has figures of samples whatever the limits say.
-        judge = Judge(replace(config, samples_per_step=1))
+        judge, of_replaced = (Judge(replace(config, samples_per_step=1)) for _ in range(2))
         view = _view(paths, format, Asked(labels=()), allow_pickle, group, config)
-        for step in view.steps:
-            _refuse_absent(config, step)
-            step.verdict = judge.judge(step)
+        _judge(view.steps, judge, config)
+        _judge(view.replaced, of_replaced, config)
         unsure = list(doubts(view, judge.limits))
         failed = [*tables.verdict_lines(view.steps), *map(tables.failure_line, baseline.crossed(view, bounds, ratio))]
         if group_place(group)[0] == 0:
@@ -260,10 +259,12 @@ def _limits(texts: list[str], contract: Path | None, dtype: str | None) -> Audit
     return replace(apply_contract(config, contract, dtype), mode="strict")
 
 
-def _refuse_absent(config: AuditConfig, report: StepReport) -> None:
-    absent = [metric for metric in config.limits if metric not in report.metrics]
-    if absent:
-        raise ValueError(f"{step_name(report.step)} has no {', '.join(absent)}: it was audited without it")
+def _judge(reports: Sequence[StepReport], judge: Judge, config: AuditConfig) -> None:
+    for report in reports:
+        absent = [metric for metric in config.limits if metric not in report.metrics]
+        if absent:
+            raise ValueError(f"{step_name(report.step)} has no {', '.join(absent)}: it was audited without it")
+        report.verdict = judge.judge(report)
 
 
 @contextmanager

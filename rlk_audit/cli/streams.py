@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,15 @@ def progress_bars(group: Group) -> Iterator[Any]:
 
 @contextmanager
 def to_the_end_of_a_pipe() -> Iterator[None]:
-    """Write no more once whoever reads has enough; the exit status stays what it is."""
+    """Write no more once whoever reads has enough (then the exit status stays what it is), or a disk is full."""
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        # What is still in the buffer would fail once more as Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 class PipeConsole(Console):
@@ -72,7 +76,7 @@ def tell(sentence: str) -> None:
 
 
 def refuse_places(files: Mapping[str, str | Path | None], group: Group) -> None:
-    """Collective: every rank must call this. Refuse what the first rank cannot write, before the work that would fill it.
+    """Collective: every rank must call this. Refuse what the first rank cannot write, before the work to fill it.
 
     Args:
         files: option -> the file it names, None where it is not given.
@@ -81,12 +85,16 @@ def refuse_places(files: Mapping[str, str | Path | None], group: Group) -> None:
     Raises:
         ValueError: a file's folder does not exist, or it is a folder itself.
     """
-    on_first_rank(lambda: [_refuse_place(option, file) for option, file in files.items()], group)
+    on_first_rank(partial(_refuse_places, files), group)
 
 
-def _refuse_place(option: str, file: str | Path | None) -> None:
-    if file is None or file == "-":
-        return
+def _refuse_places(files: Mapping[str, str | Path | None]) -> None:
+    for option, file in files.items():
+        if file is not None and file != "-":
+            _refuse_place(option, file)
+
+
+def _refuse_place(option: str, file: str | Path) -> None:
     if not Path(file).parent.is_dir():
         raise ValueError(f"{option} {file}: there is no folder {Path(file).parent}; make it, or name a file elsewhere")
     if Path(file).is_dir():

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlk_audit.collector import Collector
 from rlk_audit.config import AuditConfig, as_config, refuse_no_function

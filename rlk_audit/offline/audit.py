@@ -84,6 +84,8 @@ def audit_dump(
     problems = [problem for told in gather_objects(reading.problems + run.changed, group) for problem in told]
     if len(run.diagnosed) < len(plan.steps):
         notes.append(f"{len(run.diagnosed)} of {len(plan.steps)} steps were diagnosed, evenly spaced")
+    if plan.most_tokens > run.diagnosed_tokens:
+        notes.append(f"of a step, about {run.diagnosed_tokens:,} tokens were diagnosed at most")
     formats = ", ".join(sorted({part.format for part in parts}))
     looks: list[Looks] = gather_objects(run.looks, group)
     return RunView(

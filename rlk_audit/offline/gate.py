@@ -17,11 +17,12 @@ def doubts(view: RunView, limits: Sequence[Limit]) -> Iterator[str]:
     """Yield why a run is no pass though it crossed no limit.
 
     Args:
-        view: judged steps.
+        view: judged steps, and judged reports that were replaced.
         limits: that were asked for.
     """
     if view.problems:
         yield "what was left out could hide a crossed limit"
+    yield from _replaced(view.replaced)
     judged = first_judged(view)
     never = [metric for metric, report in judged.items() if report is None]
     if never:
@@ -43,6 +44,15 @@ def first_judged(view: RunView) -> dict[str, StepReport | None]:
             elif limit in first and first[limit] is None:
                 first[limit] = step
     return {metric: step for (_, metric), step in first.items()}
+
+
+def _replaced(reports: Sequence[StepReport]) -> Iterator[str]:
+    failed = [report for report in reports if report.failures]
+    if failed:
+        yield (
+            f"of the reports that a later one of their step replaced {len(failed)} failed, first that of step "
+            f"{failed[0].step}: {failed[0].failures[0]}"
+        )
 
 
 def _uncovered(steps: Sequence[StepReport]) -> Iterator[str]:

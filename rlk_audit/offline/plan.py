@@ -175,6 +175,14 @@ class Plan:
         return sum(sum(found.tokens.values()) for found in self.scans)
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest step."""
+        tokens: Counter[Step] = Counter()
+        for found in self.scans:
+            tokens.update(found.tokens)
+        return max(tokens.values(), default=0)
+
+    @property
     def most_open(self) -> int:
         """Most steps that a single part holds: so many may be under way at a time."""
         return max((len(found.samples) for found in self.scans), default=0)

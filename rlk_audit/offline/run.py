@@ -54,6 +54,7 @@ class Run:
 
     Attributes:
         diagnosed: steps that are diagnosed.
+        diagnosed_tokens: of a step that are diagnosed, and the rest of the last sample.
         looks: what this rank saw of tokens one by one.
         changed: files that are not as they were at the first reading.
         findings: of the diagnosed steps, on the first rank.
@@ -72,7 +73,9 @@ class Run:
         self._waiting_tokens: Counter[Step] = Counter()
         self._kept: dict[Step, list[tuple[int, DumpSample]]] = defaultdict(list)
         self._kept_tokens: Counter[Step] = Counter()
-        self._cap = max(LEAST_DIAGNOSED_TOKENS, min(DIAGNOSED_TOKENS, KEPT_TOKENS // max(plan.most_open, 1)))
+        self.diagnosed_tokens = max(
+            LEAST_DIAGNOSED_TOKENS, min(DIAGNOSED_TOKENS, KEPT_TOKENS // max(plan.most_open, 1))
+        )
         self._left: Counter[Step] = Counter()
         for number in self._mine:
             self._left.update(plan.scans[number].samples)
@@ -131,7 +134,7 @@ class Run:
         self._left[step] -= 1
         self._waiting[step].append((slot, sample))
         self._waiting_tokens[step] += len(sample)
-        if step in self.diagnosed and self._kept_tokens[step] < self._cap:
+        if step in self.diagnosed and self._kept_tokens[step] < self.diagnosed_tokens:
             self._kept[step].append((slot, sample))
             self._kept_tokens[step] += len(sample)
         if not self._left[step] or self._waiting_tokens[step] >= BATCH_TOKENS:
@@ -167,7 +170,7 @@ class Run:
     def _diagnose(self, report: StepReport, numbered: list[tuple[int, DumpSample]]) -> tuple[Finding, ...]:
         numbered.sort(key=lambda pair: pair[0])
         before = np.cumsum([0] + [len(sample) for _, sample in numbered])[:-1]
-        chosen = [pair for pair, tokens in zip(numbered, before, strict=True) if tokens < self._cap]
+        chosen = [pair for pair, tokens in zip(numbered, before, strict=True) if tokens < self.diagnosed_tokens]
         return diagnose(report, Tokens.join(chosen, self._plan.labels).table(self._plan.labels))
 
 

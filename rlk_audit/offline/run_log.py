@@ -40,8 +40,9 @@ def run_logs_in(paths: Sequence[Path]) -> list[Path]:
 def read_run_logs(paths: Sequence[Path]) -> RunView:
     """Read logs of one run, with the parts that were moved aside as they grew.
 
-    Of a step that is there twice, as after a restart, the later report stands; reports of unknown steps all do. A total
-    behind which steps follow, or of fewer tokens than its steps have, is none of this run.
+    Of a step that is there twice, as after a restart, the later report stands, and the earlier one is among those that
+    were replaced; reports of unknown steps all stand. A total behind which steps follow, or of fewer tokens than its
+    steps have, is none of this run.
 
     Raises:
         DumpError: no line is a report.
@@ -58,6 +59,10 @@ def read_run_logs(paths: Sequence[Path]) -> RunView:
     if not steps:
         raise DumpError(f"{paths[0]} holds no report of a step")
     last = {report.step: report for report in steps}
+    replaced = tuple(report for report in steps if report.step is not None and report is not last[report.step])
+    notes = (
+        [f"reports that a later one of their step replaces, as after a restart: {len(replaced)}"] if replaced else []
+    )
     ordered = (
         *(report for report in steps if report.step is None),
         *(last[step] for step in sort_steps(last) if step is not None),
@@ -65,7 +70,8 @@ def read_run_logs(paths: Sequence[Path]) -> RunView:
     total = found[-1] if found[-1].kind == "run" and _holds(found[-1], ordered) else None
     # A run diagnoses steps that failed, and few others; what a report alone can say is said of each.
     causes = join_causes(Causes(report.step, report.step, report.findings or diagnose(report)) for report in ordered)
-    return RunView(", ".join(map(str, paths)), ordered, total, causes, problems=tuple(problems))
+    title = ", ".join(map(str, paths))
+    return RunView(title, ordered, total, causes, problems=tuple(problems), notes=tuple(notes), replaced=replaced)
 
 
 def _holds(total: StepReport, steps: Sequence[StepReport]) -> bool:

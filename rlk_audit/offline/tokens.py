@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from rlk_audit.config import AuditConfig
-from rlk_audit.dumps.sample import DumpSample
+from rlk_audit.dumps.sample import DumpSample, Label
 from rlk_audit.layout import COUNTER_INDEX
 from rlk_audit.measure import FlatTokens, classify
 from rlk_audit.offline.labels import LabelNames
@@ -208,13 +208,13 @@ def memory_of(sample: DumpSample) -> int:
     """Return about how many bytes a sample takes that owns its arrays."""
     arrays = [getattr(sample, name) for name in ("train_log_probs", *_PER_TOKEN)]
     numbers: int = sum(array.nbytes for array in arrays if array is not None)
-    return 1024 + numbers + sum(getsizeof(key) + _label_memory(label) for key, label in sample.labels.items())
+    labels = sum(getsizeof(key) + _label_memory(label) for key, label in sample.labels.items())
+    return 1024 + numbers + labels
 
 
-def _label_memory(label: str | Sequence[str] | None) -> int:
-    if label is None or isinstance(label, str):
-        return getsizeof(label)
-    return getsizeof(label) + sum(map(getsizeof, label))
+def _label_memory(label: Label) -> int:
+    texts = () if label is None or isinstance(label, str) else label
+    return getsizeof(label) + sum(map(getsizeof, texts))
 
 
 def is_whole(sample: DumpSample) -> bool:

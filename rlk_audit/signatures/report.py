@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from rlk_audit.config import BUILT_IN_BREAKDOWNS
 from rlk_audit.report import StepReport
@@ -34,9 +35,13 @@ def report_signals(report: StepReport) -> tuple[float, list[Signal]]:
     total = (0.0 if math.isnan(mean) else mean * compared) + DROPPED_NATS * dropped
     signals = list(_counts(report, compared, mean))
     if compared >= MIN_TOKENS:
-        parts = list(_parts(report))
-        signals += parts or _shape(metrics, mean * compared)
+        signals += map(_by_figures, list(_parts(report)) or _shape(metrics, mean * compared))
     return total, signals
+
+
+def _by_figures(signal: Signal) -> Signal:
+    told = "(by the step's figures alone; a diagnosis of its tokens says more)"
+    return replace(signal, summary=f"{signal.summary} {told}")
 
 
 def _signal(code: str, nats: float, evidence: Mapping[str, Value], summary: str) -> Signal:

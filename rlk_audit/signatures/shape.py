@@ -48,7 +48,7 @@ EXPLAINED_BY_CONFIDENCE = 0.55
 EXPLAINED_ALONE = 0.82
 """The same where too few likely tokens confirm it by their stretch: moved weights reach 0.80."""
 STEADY_STRETCH = 0.38
-"""See `_stretch`: recorded temperatures lie above 0.4, and above 0.55 in all models but one."""
+"""See `_steadiness`: recorded temperatures lie above 0.4, and above 0.55 in all models but one."""
 ALL_TOGETHER = 1.4
 """Sum of the two and half of `_law_room`: recorded temperatures reach 1.42 or more, moved weights 1.39 at most."""
 UNKNOWN_ROOM = 0.2
@@ -74,7 +74,7 @@ SMALL_FIT = 0.98
 """For tables below MIN_SHAPE tokens a line must fit nearly exactly."""
 MIN_SHAPE, MIN_STEADY_SHAPE = 150, 80
 VERY_STEADY = 0.7
-"""See `_stretch`: moved weights reach 0.62, so that fewer tokens, MIN_STEADY_SHAPE, tell the shape."""
+"""See `_steadiness`: moved weights reach 0.62, so that fewer tokens, MIN_STEADY_SHAPE, tell the shape."""
 EXACT_FIT = 0.02
 """A log-prob that was divided is the other one times a number: precision alone leaves this part of d's square."""
 DIVIDED_FLOOR = 0.05
@@ -233,7 +233,7 @@ def temperature(table: TokenTable) -> Signal | None:
         return None
     correlation = float(np.corrcoef(m, d)[0, 1])
     sign = 1 if correlation > 0 else -1
-    steadiness, ratio = _stretch(table, sign)
+    steadiness = _steadiness(table, sign)
     explained, needed = correlation**2, SMALL_FIT
     if len(d) >= (MIN_STEADY_SHAPE if steadiness >= VERY_STEADY else MIN_SHAPE):
         explained = max(explained, _explained_by_bins(m, np.clip(d / (1 - np.exp(m)), -NOISE_CLIP, NOISE_CLIP)))
@@ -248,11 +248,14 @@ def temperature(table: TokenTable) -> Signal | None:
     if _breaks_law(table, sign) > BREAKS_LAW:
         return None
     evidence: dict[str, Value] = {"kind": "other temperature", "variance_explained": explained}
-    evidence |= {"correlation": correlation, "stretch_steadiness": steadiness, "temperature_ratio": ratio}
+    least, most = _ratio_bounds(table, sign)
+    evidence |= {"correlation": correlation, "stretch_steadiness": steadiness}
+    evidence |= {"temperature_ratio_least": least, "temperature_ratio_most": most}
     told = "sharper" if sign < 0 else "flatter"
+    times = f"{least:.2f} to {most:.2f}" if f"{least:.2f}" != f"{most:.2f}" else f"{least:.2f}"
     summary = (
         f"rollout log-probs are those of a {told} distribution: the confidence explains {explained:.0%} of the "
-        f"variance of d, as if the rollout's temperature were about {ratio:.2f} times the trainer's"
+        f"variance of d, as if the rollout's temperature were {times} times the trainer's"
     )
     return Signal("temperature", drift(table), evidence, summary, table.take(~table.compared))
 
@@ -266,20 +269,43 @@ def _explained_by_bins(m: Floats, d: Floats) -> float:
     return 1 - within * (len(d) - 1) / max(len(d) - BIAS_BINS, 1)
 
 
-def _stretch(table: TokenTable, sign: int) -> tuple[float, float]:
-    """Return how steadily log-odds of likely tokens are stretched (NaN: too few), and rollout / train temperature.
+def _steadiness(table: TokenTable, sign: int) -> float:
+    """Return how steadily log-odds of likely tokens are stretched; NaN where they are too few.
 
     A temperature ratio r stretches the log-odds of a token above 1/2 by at least 1/r for r < 1, and by just that where
     one other token is in question; moved weights stretch some tokens and leave others. The measure is the logarithm of
-    the least stretch (5 %) over that of the median one. Without likely tokens the slope of R on T gives the ratio.
+    the least stretch (5 %) over that of the median one.
     """
     stretches = _stretches(*_sharp_and_flat(table, sign))
     if len(stretches) < MIN_LIKELY:
-        slope = float(np.polyfit(*_compared(table), 1)[0])
-        return math.nan, 1 / slope if slope > 0 else math.nan
+        return math.nan
     least, median = np.quantile(stretches, (0.05, 0.5))
-    steadiness = float(np.log(max(least, 1e-3)) / np.log(median)) if median > 1 else 0.0
-    return steadiness, float(1 / least if sign < 0 else least)
+    return float(np.log(max(least, 1e-3)) / np.log(median)) if median > 1 else 0.0
+
+
+def _ratio_bounds(table: TokenTable, sign: int) -> tuple[float, float]:
+    """Return bounds of the rollout's temperature over the trainer's; by the slope of R on T where few tokens tell."""
+    sharpness = _sharpness_bounds(*_sharp_and_flat(table, sign))
+    if sharpness is None or sharpness[0] > sharpness[1]:
+        slope = float(np.polyfit(*_compared(table), 1)[0])
+        ratio = 1 / slope if slope > 0 else math.nan
+        return ratio, ratio
+    least, most = sharpness
+    return (1 / most, 1 / least) if sign < 0 else (least, most)
+
+
+def _sharpness_bounds(sharp: Floats, flat: Floats) -> tuple[float, float] | None:
+    """Return between what the flatter side's temperature over the sharper one's lies; None where few tokens tell.
+
+    The sharper side is r times the flatter one less the logarithm of a normaliser, sum p^r, which is at most 1 for
+    r > 1: the ratio of the log-probs bounds r from below, that of likely tokens' log-odds from above.
+    """
+    unlikely = np.minimum(sharp, flat) < math.log(0.2)
+    stretches = _stretches(sharp, flat)
+    if min(int(unlikely.sum()), len(stretches)) < FEW:
+        return None
+    least = float(np.quantile(sharp[unlikely] / np.minimum(flat[unlikely], -1e-12), 0.98))
+    return max(least, 1e-3), max(float(np.quantile(stretches, 0.05)), 1e-3)
 
 
 def _sharp_and_flat(table: TokenTable, sign: int) -> tuple[Floats, Floats]:
@@ -315,17 +341,13 @@ def _breaks_law(table: TokenTable, sign: int) -> float:
 def _law_room(table: TokenTable, sign: int) -> float:
     """Return how much room for one ratio r > 1 of temperatures all tokens leave, 0 to 1; negative if none.
 
-    The sharper side is r times the flatter one less the logarithm of a normaliser, sum p^r, which is at most 1: r
-    bounds the ratio of the log-probs from above, and that of likely tokens' log-odds from below. Moved weights know
-    no such r, or hardly one. The room is the distance of the bounds' logarithms, as a part of the upper one.
+    Moved weights know no such r, or hardly one. The room is the distance of the bounds' logarithms, as a part of the
+    upper one, see `_sharpness_bounds`.
     """
-    sharp, flat = _sharp_and_flat(table, sign)
-    unlikely = np.minimum(sharp, flat) < math.log(0.2)
-    stretches = _stretches(sharp, flat)
-    if min(int(unlikely.sum()), len(stretches)) < FEW:
+    bounds = _sharpness_bounds(*_sharp_and_flat(table, sign))
+    if bounds is None:
         return UNKNOWN_ROOM
-    least = math.log(float(np.quantile(sharp[unlikely] / np.minimum(flat[unlikely], -1e-12), 0.98)))
-    most = math.log(max(float(np.quantile(stretches, 0.05)), 1e-3))
+    least, most = map(math.log, bounds)
     if least > most + LAW_SLACK:
         return -1.0
     return min(1.0, max(0.0, (most - least) / max(most, math.log(LEAST_RATIO))))
