@@ -201,6 +201,7 @@ def main() -> None:
         "stopped": stopped,
     }
     torch.save(kept, args.out / f"rank{trainer.accelerator.process_index}.pt")
+    trainer.accelerator.wait_for_everyone()  # a gloo thread that lets go of a tensor as Python ends aborts the process
 
 
 if __name__ == "__main__":
