@@ -12,7 +12,11 @@ def main() -> None:
     except ImportError as error:
         print(f"the command line cannot be used ({error}): pip install 'rlk_audit[report]'", file=sys.stderr)
         raise SystemExit(2) from error
-    app()
+    try:
+        app()
+    except OSError as error:  # as of a full disk where help or the version should go
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -306,7 +306,8 @@ class Collector:
             raise ValueError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
         if absent is not None and name == "train_log_probs":
             raise ValueError("train_log_probs must hold numbers, got None among them")
-        return tensor.detach().to(self.device), None if absent is None else absent.to(self.device).reshape(-1)
+        tensor = tensor.detach().resolve_neg()  # kernels read the memory itself
+        return tensor.to(self.device), None if absent is None else absent.to(self.device).reshape(-1)
 
     def _nonzero(self, batch: TokenBatch, name: str, shape: torch.Size) -> Tensor:
         """Return where a field is not 0, flat and on the device."""

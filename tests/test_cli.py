@@ -135,12 +135,14 @@ def test_check_in_a_script(tmp_path: Path) -> None:
     assert result.stderr.strip() == "error: missing.jsonl does not exist"
 
 
-@pytest.mark.parametrize("command", [["report"], ["report", "--json", "-"], ["check", "--limit", "abs_dlogp_p99=0.5"]])
+@pytest.mark.parametrize(
+    "command", [["report"], ["report", "--json", "-"], ["check", "--limit", "abs_dlogp_p99=0.5"], []]
+)
 def test_a_full_disk_is_told_in_a_sentence(command: list[str], tmp_path: Path) -> None:
     path = dump(tmp_path / "a.jsonl", count=2)
     with open("/dev/full", "w") as full:
         told = subprocess.run(
-            [*MODULE, command[0], path, *command[1:]],
+            [*MODULE, *command[:1], *([path, *command[1:]] if command else ["--version"])],
             env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
         )  # fmt: skip
     assert (told.returncode, told.stderr) == (2, "error: [Errno 28] No space left on device\n")

@@ -178,8 +178,8 @@ def test_what_takes_no_contiguous_tensors_is_given_them(kernel: str) -> None:
     strided.update(train.t().requires_grad_(), wide[:, ::2], mask)
     assert_equal_states(plain, strided)
     negated = Collector()
-    values = torch.complex(torch.zeros(30, 20), -train.t()).conj().imag
-    assert values.is_neg(), "a view that has yet to be negated"
+    values = torch._neg_view(-train.t().contiguous())
+    assert values.is_neg() and values.is_contiguous(), "as the imaginary part of a conjugate, yet to be negated"
     negated.update(values, rollout.t(), mask)
     assert_equal_states(plain, negated)
 

@@ -41,15 +41,12 @@ def progress_bars(group: Group) -> Iterator[Any]:
 
 @contextmanager
 def to_the_end_of_a_pipe() -> Iterator[None]:
-    """Write no more once whoever reads has enough (then the exit status stays what it is), or a disk is full."""
+    """Write no more once whoever reads has enough; the exit status stays what it is."""
     try:
         yield
         sys.stdout.flush()
-    except OSError as error:
-        # What is still in the buffer would fail once more as Python ends.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            raise
 
 
 class PipeConsole(Console):

@@ -242,7 +242,7 @@ def _measure_chunk(
 
 def _full(values: Tensor) -> npt.NDArray[Any]:
     """Return values as a contiguous array: one value may be expanded to all tokens."""
-    array: npt.NDArray[Any] = values.contiguous().numpy(force=True)
+    array: npt.NDArray[Any] = values.contiguous().numpy()
     return array
 
 
