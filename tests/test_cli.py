@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -135,17 +136,48 @@ def test_check_in_a_script(tmp_path: Path) -> None:
     assert result.stderr.strip() == "error: missing.jsonl does not exist"
 
 
+@pytest.mark.parametrize("buffered", [False, True])
 @pytest.mark.parametrize(
-    "command", [["report"], ["report", "--json", "-"], ["check", "--limit", "abs_dlogp_p99=0.5"], []]
-)
-def test_a_full_disk_is_told_in_a_sentence(command: list[str], tmp_path: Path) -> None:
-    path = dump(tmp_path / "a.jsonl", count=2)
+    "command",
+    [
+        ["report", "DUMP"], ["report", "DUMP", "--json", "-"], ["check", "DUMP", "--limit", "abs_dlogp_p99=0.5"],
+        ["watch", "LOG"], ["--version"], ["--help"], ["report", "--help"],
+    ],
+)  # fmt: skip
+def test_a_full_disk_is_told_in_a_sentence(command: list[str], buffered: bool, tmp_path: Path) -> None:
+    files = {"DUMP": dump(tmp_path / "a.jsonl", count=2), "LOG": log(tmp_path / "audit.jsonl", report(1))}
+    environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "" if buffered else "1"}
     with open("/dev/full", "w") as full:
         told = subprocess.run(
-            [*MODULE, *command[:1], *([path, *command[1:]] if command else ["--version"])],
-            env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
+            [*MODULE, *(str(files.get(word, word)) for word in command)],
+            env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
         )  # fmt: skip
     assert (told.returncode, told.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("command", [["check", "missing.jsonl", "--limit", "abs_dlogp_p99=0.5"], ["no-such-command"]])
+def test_an_error_that_cannot_be_told_is_no_crossed_limit(command: list[str], buffered: bool) -> None:
+    environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(
+            [*MODULE, *command], env=environment, stdout=subprocess.PIPE, stderr=full, text=True, timeout=100
+        )
+    assert (told.returncode, told.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "status"), [("report DUMP", 0), ("--version", 0), ("--help", 0), ("report missing.jsonl", 2)]
+)
+def test_closed_streams_change_no_status(command: str, status: int, tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl", count=2)
+    words = shlex.join([*MODULE, *command.replace("DUMP", str(path)).split()])
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        told = subprocess.run(
+            ["sh", "-c", f"{words} {closed}"], env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+        )
+        assert told.returncode == status, told
+        assert "Traceback" not in told.stderr
 
 
 def test_check_of_several_and_relative_limits(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def _top(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
-        print(__version__)
+        show(__version__)
         raise typer.Exit
 
 
