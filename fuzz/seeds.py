@@ -14,6 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from rlk_audit import AuditConfig, Collector
+from rlk_audit.config import AUTO
+from rlk_audit.finding import Finding
+from rlk_audit.verdict import FAIL, LimitResult, Verdict
 
 TESTS = Path(__file__).parents[1] / "tests"
 
@@ -40,9 +43,15 @@ def entry(archive: bytes, name: str) -> bytes:
 
 
 def report() -> bytes:
-    collector = Collector(AuditConfig(samples_per_step=2))
-    collector.update([[-1.0, -2.0], [-0.5, -3.0]], [[-1.0, -2.5], [-0.5, -3.0]], [[1, 1], [1, 0]], sample_slot=0)
-    return collector.compute().to_json().encode()
+    collector = Collector(
+        AuditConfig(samples_per_step=2, breakdowns={"engine": 2, "position": AUTO}, metadata={"a": "b"})
+    )
+    sides = [[-1.0, -2.0], [-0.5, -3.0]], [[-1.0, -2.5], [-0.5, -3.0]], [[1, 1], [1, 0]]
+    collector.update(*sides, sample_slot=0, labels={"engine": 0})
+    made = collector.compute()
+    made.verdict = Verdict((LimitResult("abs_dlogp_p99", "<=", 0.1, 0.5, FAIL),), ("missing tokens",))
+    made.findings = (Finding("offset", 0.5, {"shift": -0.5, "fits": 1}, "the temperature", "One value is low."),)
+    return made.to_json().encode()
 
 
 def of(target: str) -> Iterator[bytes]:

@@ -16,13 +16,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from fuzz import seeds
+from rlk_audit.cli.tables import view_tables
 from rlk_audit.dumps import files
 from rlk_audit.dumps.pickle_scan import names_in
 from rlk_audit.dumps.sample import DumpError, DumpSample, ReadOptions
 from rlk_audit.offline.run_log import read_run_logs
+from rlk_audit.page.causes import cause_groups
+from rlk_audit.page.sections import sections
+from rlk_audit.page.totals import headlines, outcome, worst_sentence
 from rlk_audit.report import StepReport
+from rlk_audit.run_view import RunView
+from rlk_audit.sinks.console import summary_line
 
 
 class Kind(NamedTuple):
@@ -113,7 +120,7 @@ def report(data: bytes) -> None:
 
 
 def log(data: bytes) -> None:
-    """A log ends in the reports of its good lines, or in a DumpError."""
+    """A log ends in the reports of its good lines, which can be shown, or in a DumpError."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "audit.jsonl")
         path.write_bytes(data)
@@ -121,7 +128,19 @@ def log(data: bytes) -> None:
             view = read_run_logs([path])
         except DumpError:
             return
-        json.dumps(view.to_dict(), allow_nan=False)
+        _show(view)
+
+
+def _show(view: RunView) -> None:
+    """Make all that is shown of a log: its JSON, the tables of a terminal, a line a step, the parts of the page."""
+    json.dumps(view.to_dict(), allow_nan=False)
+    console = Console(file=io.StringIO())
+    for part in view_tables(view):
+        console.print(part)
+    for report in view.steps:
+        summary_line(report)
+    for parts_of in (sections, headlines, outcome, worst_sentence, cause_groups):
+        parts_of(view)
 
 
 TARGETS: Mapping[str, Callable[[bytes], None]] = {"dump": dump, "pickled": pickled, "report": report, "log": log}

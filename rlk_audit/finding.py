@@ -58,11 +58,17 @@ class Finding:
             ValueError: a part is missing or of another kind.
         """
         try:
-            evidence = {str(name): math.nan if value is None else value for name, value in values["evidence"].items()}
+            evidence = {str(name): _evidence(value) for name, value in values["evidence"].items()}
             texts = (str(values[name]) for name in ("check_first", "summary"))
             return cls(str(values["code"]), float(values["strength"]), evidence, *texts)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a finding: {type(error).__name__} {error}") from error
+
+
+def _evidence(value: Any) -> Value:
+    if value is not None and not isinstance(value, (float, int, str)):
+        raise TypeError(f"expected a number, a text or null, got {value!r}")
+    return math.nan if value is None else value
 
 
 def plain(value: Any) -> Any:

@@ -55,7 +55,7 @@ class Histogram:
         counts: tokens a bin, which add up to the compared ones.
 
     Raises:
-        ValueError: there is no such bin.
+        ValueError: there is no such bin, or they hold no token.
     """
 
     first: int
@@ -66,6 +66,8 @@ class Histogram:
             raise ValueError(
                 f"a histogram has {len(_HISTOGRAM_EDGES) - 1} bins, got {len(self.counts)} from {self.first}"
             )
+        if min(self.counts, default=0) < 0 or not any(self.counts):
+            raise ValueError("a histogram has counts of tokens, none of which is negative and not all are 0")
 
     @property
     def edges(self) -> tuple[float, ...]:

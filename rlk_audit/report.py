@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -290,14 +290,14 @@ class StepReport:
         try:
             contents = _Contents(
                 {str(name): _number(value) for name, value in values["metrics"].items()},
-                {str(name): int(value) for name, value in values["classes"].items()},
-                {str(name): int(value) for name, value in values["warnings"].items()},
+                {str(name): _integer(value) for name, value in values["classes"].items()},
+                {str(name): _integer(value) for name, value in values["warnings"].items()},
                 tuple(map(str, values["notes"])),
                 tuple(_record(WorstToken, token) for token in values["worst_tokens"]),
                 tuple(sorted((_record(RankSummary, r) for r in values["ranks"]), key=lambda r: r.group_rank)),
                 {str(n): tuple(_record(Bucket, b) for b in buckets) for n, buckets in values["breakdowns"].items()},
                 tuple(_record(SampleFigures, sample) for sample in values["samples"]),
-                int(values["group_size"]),
+                _integer(values["group_size"]),
                 _histogram(values.get("histogram")),  # logs of earlier versions have none
             )
             report = cls(
@@ -305,8 +305,8 @@ class StepReport:
                 scope=values["scope"],
                 kind=values["kind"],
                 step=None if values["step"] is None else operator.index(values["step"]),
-                prefix=values["prefix"],
-                metadata=values["metadata"],
+                prefix=_text(values["prefix"]),
+                metadata=_texts(values["metadata"]),
                 verdict=None if values["verdict"] is None else Verdict.from_dict(values["verdict"]),
             )
             report.findings = tuple(map(Finding.from_dict, values["findings"]))
@@ -396,7 +396,13 @@ def _drift_first(rank: RankSummary) -> tuple[float, int]:
 
 
 def _histogram(values: Mapping[str, Any] | None) -> Histogram | None:
-    return None if values is None else Histogram(int(values["first"]), tuple(map(int, values["counts"])))
+    return None if values is None else Histogram(_integer(values["first"]), tuple(map(_integer, values["counts"])))
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise TypeError(f"expected an integer of 64 bits, got {value!r}")
+    return value
 
 
 def _number(value: Any) -> float | int:
@@ -404,8 +410,25 @@ def _number(value: Any) -> float | int:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"expected a number or null, got {value!r}")
+    return value if isinstance(value, float) else _integer(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, got {value!r}")
     return value
 
 
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {str(name): _text(value) for name, value in values.items()}
+
+
+_READERS: Mapping[Any, Callable[[Any], Any]] = {
+    "int": _integer, "float": _number, "str": _text, "Mapping[str, str]": _texts,
+}  # fmt: skip
+"""Annotation of a record's field -> what reads its value."""
+
+
 def _record(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    return kind(**{name: math.nan if value is None else value for name, value in values.items()})
+    readers = {field.name: _READERS[field.type] for field in fields(kind)}
+    return kind(**{name: readers[name](value) if name in readers else value for name, value in values.items()})

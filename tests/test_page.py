@@ -186,6 +186,13 @@ def test_zero_stands_at_the_edge_and_nan_leaves_a_gap() -> None:
     assert scale.places([0.0, 0.02, math.nan]) == [0.001, 0.02, None]
 
 
+@pytest.mark.parametrize("values", [[5e-324], [1.7e308, 0.0], [5e-324, 1.0, 1.7e308]])
+def test_a_logarithmic_axis_takes_any_magnitude(values: list[float]) -> None:
+    axis = LogScale.of(values).axis("nats")
+    assert len(axis["tickvals"]) == len(axis["ticktext"]) >= 2
+    assert all(0 < value < math.inf for value in axis["tickvals"]) and axis["range"][0] < axis["range"][1]
+
+
 # --- verdicts -------------------------------------------------------------------------------------------------------
 
 

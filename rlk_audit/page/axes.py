@@ -11,6 +11,9 @@ from rlk_audit.page.text import power_of_ten
 
 ZERO_NOTE = "Values of exactly 0 are drawn at the edge."
 
+_MOST_DECADES = 300
+"""From 1 to either end of a scale; a log that was tampered with may have any float."""
+
 
 @dataclass(frozen=True)
 class LogScale:
@@ -30,7 +33,8 @@ class LogScale:
         """Return the scale of the finite ones among the values, which are not negative."""
         finite = [value for value in values if math.isfinite(value)]
         positive = [value for value in finite if value > 0] or [1.0]
-        low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+        low, high = (min(max(math.log10(end(positive)), -_MOST_DECADES), _MOST_DECADES) for end in (min, max))
+        low, high = math.floor(low), math.ceil(high)
         has_zero = 0 in finite
         return cls(10.0 ** (low - has_zero), 10.0 ** max(high, low + 1), has_zero)
 
